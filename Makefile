@@ -1,0 +1,76 @@
+# Everything that a person runs. `make help` lists it; nothing else needs to be installed by hand.
+
+VENV   ?= .venv
+SYSTEM := $(shell uname -s)
+# On macOS the plain wheel is the Metal one. On Linux with an NVIDIA card: make EXTRA=cuda ...
+EXTRA  ?= $(if $(filter Linux,$(SYSTEM)),cpu,)
+comma  := ,
+EXTRAS := $(if $(EXTRA),$(EXTRA)$(comma))convert,dev
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
+UV_PIN := 0.13.9
+
+# The first Python that is new enough: macOS still calls an old one `python3`.
+MIN_PYTHON := import sys; sys.exit(sys.version_info < (3, 10))
+CANDIDATES := python3 python3.13 python3.12 python3.11 python3.10 python
+PYTHON ?= $(shell for p in $(CANDIDATES); do $$p -c '$(MIN_PYTHON)' 2>/dev/null && echo $$p && break; done)
+
+.PHONY: help demo test test-long lint format bench reference pins clean
+.DEFAULT_GOAL := help
+
+help:  ## list these targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
+
+demo: $(VENV)/.installed  ## fetch a small model, convert, export, and chat with it in a new process
+	@$(BIN)/funcrt demo
+
+test: $(VENV)/.installed  ## the tests (minutes)
+	@$(BIN)/python -m pytest -q
+
+test-long: $(VENV)/.installed  ## the slow tests
+	@$(BIN)/python -m pytest -q -m long
+
+lint: $(VENV)/.installed  ## formatting, ruff, mypy --strict
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+
+format: $(VENV)/.installed  ## let ruff format and fix what it can
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.installed-bench  ## the measured numbers of the README (against mlx-lm)
+	@$(BIN)/python -m benchmarks.cpu
+
+# torch and transformers stay out of .venv: they are needed only to make the committed golden files again.
+reference: $(VENV)-reference/.installed  ## make the golden files again (installs torch and transformers)
+	@for script in tests/reference/make_*.py; do echo "$$script"; $(VENV)-reference/bin/python "$$script" || exit 1; done
+
+pins:  ## resolve constraints.txt again, for every supported Python and platform
+	@./constraints.sh $(UV_PIN)
+
+clean:  ## remove the environments, caches and exported bundles
+	rm -rf $(VENV) $(VENV)-reference .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	git clean -fdXq exported
+
+# A stamp, touched last: an interrupted install starts over. A change of either file installs again.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "funcrt needs Python 3.10 or newer, and none of these is: $(CANDIDATES)." \
+		"Install one, or name it: make PYTHON=/path/to/python3 $(MAKECMDGOALS)" >&2; exit 1; }
+	@$(PYTHON) -c '$(MIN_PYTHON)' || { echo "$(PYTHON) is older than Python 3.10, which funcrt needs." >&2; exit 1; }
+	@echo "Installing funcrt[$(EXTRAS)] into $(VENV) with $$($(PYTHON) --version), pinned versions; about a minute ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) --editable '.[$(EXTRAS)]'
+	@touch $@
+
+$(VENV)/.installed-bench: $(VENV)/.installed
+	@echo "Installing mlx-lm, to compare with ..."
+	@$(PIP) --editable '.[$(EXTRAS),bench]'
+	@touch $@
+
+$(VENV)-reference/.installed: tests/reference/requirements.txt
+	@echo "Installing torch and transformers into $(VENV)-reference; several minutes ..."
+	@$(PYTHON) -m venv $(VENV)-reference
+	@$(VENV)-reference/bin/python -m pip install --disable-pip-version-check --quiet --requirement $<
+	@touch $@
