@@ -1,0 +1,71 @@
+"""funcrt: language models as pure functions on MLX, compiled once per fixed shape and exported.
+
+f(params, tokens, mask, cache_state) -> (logits, cache_state)
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from funcrt import blas
+
+blas.load()  # a host BLAS only takes effect when it is loaded before mlx
+
+if TYPE_CHECKING:
+    from funcrt import cache, masks
+    from funcrt.buckets import Bucket, BucketPlan
+    from funcrt.bundle import Bundle, export, load_bundle, verify
+    from funcrt.config import ModelConfig
+    from funcrt.engine import Completion, Engine
+    from funcrt.errors import FuncrtError
+    from funcrt.flat import flatten
+    from funcrt.model import Model, load_model
+
+# Imported on first use: a process that runs a bundle never loads the models' code.
+_HOMES = {
+    "Bucket": "buckets",
+    "BucketPlan": "buckets",
+    "Bundle": "bundle",
+    "Completion": "engine",
+    "Engine": "engine",
+    "FuncrtError": "errors",
+    "Model": "model",
+    "ModelConfig": "config",
+    "export": "bundle",
+    "flatten": "flat",
+    "load_bundle": "bundle",
+    "load_model": "model",
+    "verify": "bundle",
+}
+_MODULES = {"cache", "masks"}
+
+__all__ = [
+    "Bucket",
+    "BucketPlan",
+    "Bundle",
+    "Completion",
+    "Engine",
+    "FuncrtError",
+    "Model",
+    "ModelConfig",
+    "cache",
+    "export",
+    "flatten",
+    "load_bundle",
+    "load_model",
+    "masks",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"funcrt.{name}")
+    if name in _HOMES:
+        return getattr(import_module(f"funcrt.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'funcrt' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,152 @@
+"""The only place that calls `mx.compile`: one callable per function and bucket, traces counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+import mlx.core as mx
+
+from funcrt import sampling
+from funcrt.buckets import Bucket, BucketPlan
+from funcrt.cache import CacheSpec, CacheState, check_state, init_cache, state_size
+from funcrt.errors import CapacityError, InputError
+from funcrt.flat import FlatFunction
+from funcrt.steps import STEPS, input_shape
+
+Source = Callable[[str, Bucket], FlatFunction]
+
+
+class Compiled:
+    """The step functions of one model over a declared plan.
+
+    A function compiles when its bucket is first used; its params are captured, so a call passes
+    only what changes. Values never retrace, and another shape is refused rather than traced.
+
+    Args:
+        source: gives the flat function of a name and a bucket, traced here or imported.
+        params: prepared weights in the order that the flat functions take them.
+        cache_spec: the arrays of a cache state.
+        plan: the declared buckets.
+        vocab_size: V.
+        dtype: of the logits.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        params: Sequence[mx.array],
+        cache_spec: CacheSpec,
+        plan: BucketPlan,
+        vocab_size: int,
+        dtype: str,
+    ) -> None:
+        self.plan = plan
+        self.cache_spec = cache_spec
+        self.vocab_size = vocab_size
+        self.dtype = dtype
+        self.traces: Counter[str] = Counter()
+        self._source = source
+        self._params = list(params)
+        self._callables: dict[tuple[str, Bucket], Callable[..., Sequence[mx.array]]] = {}
+
+    def init_cache(self, batch: int, capacity: int) -> CacheState:
+        """An empty state. Raises CapacityError unless both sizes are declared."""
+        self.plan.check(batch, capacity)
+        return init_cache(self.cache_spec, batch, capacity)
+
+    def forward(
+        self, tokens: mx.array, mask: mx.array, state: CacheState
+    ) -> tuple[mx.array, CacheState]:
+        """Contract form: int32 `[B,T]`, bool `[B,1,T,S]` -> logits `[B,T,V]`, new state."""
+        (logits,), state = self._stateful("forward", _tokens_of(tokens), [tokens, mask], state)
+        return logits, state
+
+    def prefill(
+        self, tokens: mx.array, valid: mx.array, state: CacheState
+    ) -> tuple[mx.array, CacheState]:
+        """int32 `[B,T]`, bool `[B,T]` -> logits `[B,V]` of each row's last real token, new state."""
+        (logits,), state = self._stateful("prefill", _tokens_of(tokens), [tokens, valid], state)
+        return logits, state
+
+    def decode(
+        self,
+        token: mx.array,
+        active: mx.array,
+        settings: Mapping[str, mx.array],
+        state: CacheState,
+    ) -> tuple[mx.array, mx.array, mx.array, CacheState]:
+        """One token per row: int32 `[B]`, bool `[B]` -> next tokens, logprobs, finite, new state."""
+        inputs = [token, active, *(settings[name] for name in sampling.SETTING_NAMES)]
+        (tokens, logprobs, finite), state = self._stateful("decode", 1, inputs, state)
+        return tokens, logprobs, finite, state
+
+    def decode_greedy(
+        self, token: mx.array, active: mx.array, state: CacheState
+    ) -> tuple[mx.array, mx.array, mx.array, CacheState]:
+        """`decode` at temperature 0 for every row, without the cost of sampling."""
+        (tokens, logprobs, finite), state = self._stateful(
+            "decode_greedy", 1, [token, active], state
+        )
+        return tokens, logprobs, finite, state
+
+    def sample(
+        self, logits: mx.array, positions: mx.array, settings: Mapping[str, mx.array]
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """Logits `[B,V]` and int32 `[B]` positions of the new tokens -> tokens, logprobs, finite."""
+        inputs = [logits, positions, *(settings[name] for name in sampling.SETTING_NAMES)]
+        tokens, logprobs, finite = self._call("sample", Bucket(logits.shape[0], 1, 0), inputs)
+        return tokens, logprobs, finite
+
+    def _stateful(
+        self, name: str, tokens: int, inputs: list[mx.array], state: CacheState
+    ) -> tuple[Sequence[mx.array], CacheState]:
+        state = check_state(self.cache_spec, state)
+        bucket = Bucket(state_size(state)[0], tokens, state_size(state)[1])
+        names = list(state)
+        results = self._call(name, bucket, inputs, list(state.values()))
+        split = len(results) - len(names)
+        return results[:split], dict(zip(names, results[split:], strict=True))
+
+    def _call(
+        self, name: str, bucket: Bucket, inputs: list[mx.array], state: Sequence[mx.array] = ()
+    ) -> Sequence[mx.array]:
+        step = STEPS[name]
+        for label, array in zip(step.inputs, inputs, strict=True):
+            shape, dtype = input_shape(label, bucket, self.vocab_size, self.dtype)
+            if array.shape != shape or array.dtype != dtype:
+                raise InputError(
+                    f"{name} {label}: expected {dtype} {list(shape)}, "
+                    f"got {array.dtype} {list(array.shape)}"
+                )
+        return self._callable(name, bucket)(*inputs, *state)
+
+    def _callable(self, name: str, bucket: Bucket) -> Callable[..., Sequence[mx.array]]:
+        key = (name, bucket)
+        if key not in self._callables:
+            self._check_declared(name, bucket)
+            function = self._source(name, bucket)
+            params = self._params if STEPS[name].has_params else []
+
+            def traced(*inputs: mx.array) -> tuple[mx.array, ...]:
+                self.traces[f"{name}_{bucket}"] += 1
+                return function(*params, *inputs)
+
+            self._callables[key] = mx.compile(traced)
+        return self._callables[key]
+
+    def _check_declared(self, name: str, bucket: Bucket) -> None:
+        step = STEPS[name]
+        self.plan.check(bucket.batch, bucket.capacity if step.has_state else None)
+        if step.prefills and bucket.tokens not in self.plan.tokens:
+            raise CapacityError(
+                f"{name} of {bucket.tokens} tokens is not declared; "
+                f"declared: {', '.join(map(str, self.plan.tokens))}"
+            )
+
+
+def _tokens_of(tokens: mx.array) -> int:
+    if tokens.ndim != 2:
+        raise InputError(f"tokens: expected int32 [B, T], got {list(tokens.shape)}")
+    return tokens.shape[1]

@@ -1,0 +1,39 @@
+"""Errors that funcrt raises on purpose: each says what was expected, what arrived and what to do."""
+
+from __future__ import annotations
+
+
+class FuncrtError(Exception):
+    """Base of every error that funcrt raises on purpose. The command line prints it as one line."""
+
+
+class ConfigError(FuncrtError, ValueError):
+    """A model configuration is unsupported, incomplete or contradicts itself."""
+
+
+class ParamsError(FuncrtError, ValueError):
+    """Weights are missing, unknown, misshapen or of an unusable type."""
+
+
+class InputError(FuncrtError, ValueError):
+    """Tokens, masks, positions, prompts or sampling settings that a call cannot use."""
+
+
+class CacheError(FuncrtError, ValueError):
+    """A cache state does not belong to the model or cannot do what was asked."""
+
+
+class CapacityError(FuncrtError, ValueError):
+    """No declared bucket is large enough."""
+
+
+class SourceError(FuncrtError, OSError):
+    """A checkpoint cannot be found or read."""
+
+
+class BundleError(FuncrtError, RuntimeError):
+    """A bundle is damaged, incomplete or made for another MLX version or device class."""
+
+
+class TextError(FuncrtError, ValueError):
+    """A tokenizer or chat template is missing, unknown or broken."""

@@ -1,0 +1,190 @@
+"""`Model`: a config, its weights and the pure function they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+
+import mlx.core as mx
+
+from funcrt import cache, models, steps, storage
+from funcrt import params as weights
+from funcrt.buckets import Bucket, BucketPlan, default_plan
+from funcrt.cache import CacheState
+from funcrt.calling import CallForm
+from funcrt.compiled import Compiled
+from funcrt.config import ModelConfig
+from funcrt.errors import SourceError
+from funcrt.flat import FlatFunction, flatten
+from funcrt.params import Params, Preparation
+from funcrt.text import Tokenizer
+
+WEIGHTS = "model.safetensors"
+
+
+class Model(CallForm):
+    """A language model as a pure function over explicit weights, masks and caches.
+
+    Args:
+        config: frozen description; `config.dtype` is the compute dtype.
+        params: weights as stored, Hugging Face names, dense or affine-quantized.
+        tokenizer: for text; None for a model of ids only.
+
+    Raises:
+        ConfigError: unsupported `model_type`.
+        ParamsError: weights do not match the config.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: Mapping[str, mx.array],
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        self.family = models.family(config.model_type)
+        self.config = config
+        self.spec = self.family.param_spec(config)
+        self.params = weights.check_params(self.spec, params)
+        self.tokenizer = tokenizer
+        self.vocab_size = config.vocab_size
+        self.cache_spec = self.family.cache_spec(config)
+
+    def forward(
+        self,
+        params: Params,
+        tokens: mx.array,
+        mask: mx.array,
+        cache_state: CacheState,
+        positions: mx.array | None = None,
+    ) -> steps.ForwardOutput:
+        """The contract: pure, for stored and prepared params alike.
+
+        Args:
+            params: `self.params`, `self.prepared`, or others of the same names and shapes.
+            tokens: int32 `[B, T]`.
+            mask: bool `[B, 1, T, S]`; a query row without any True is padding.
+            cache_state: from `init_cache` or an earlier call.
+            positions: int32 `[B, T]` to override slot positions (trees, prefix tricks).
+
+        Returns:
+            `(logits [B, T, V], cache_state)`.
+
+        Raises:
+            InputError, CacheError: when traced, shapes or dtypes that do not fit.
+        """
+        state = cache.check_state(self.cache_spec, cache_state)
+        return steps.forward(self.family, self.config, params, tokens, mask, state, positions)
+
+    def init_cache(self, batch: int, capacity: int) -> CacheState:
+        """An empty cache state for `batch` rows and `capacity` slots, one of them scratch."""
+        return cache.init_cache(self.cache_spec, batch, capacity)
+
+    @cached_property
+    def preparation(self) -> Preparation:
+        """How stored weights become those that run on this device."""
+        fusions = self.family.fusions(self.config)
+        return weights.choose_preparation(self.config.dtype, self.params, fusions)
+
+    def prepare(self, stored: Params) -> Params:
+        """Pure: stored weights -> those that `compiled` and exported functions take."""
+        return weights.prepare(stored, self.spec, self.preparation)
+
+    @cached_property
+    def prepared(self) -> Params:
+        """`prepare(self.params)`, done once."""
+        ready = self.prepare(self.params)
+        mx.eval(ready)
+        return ready
+
+    def compiled(self, plan: BucketPlan | None = None) -> Compiled:
+        """The step functions over `plan`; shapes compile when they are first used."""
+        return Compiled(
+            self.flat_step,
+            params=list(self.prepared.values()),
+            cache_spec=self.cache_spec,
+            plan=plan or default_plan(self.config.max_positions),
+            vocab_size=self.vocab_size,
+            dtype=self.config.dtype,
+        )
+
+    def flat_step(self, name: str, bucket: Bucket) -> FlatFunction:
+        """The flat form of a row of `steps.STEPS` for one bucket."""
+        return flatten(
+            steps.make_step(name, self.family, self.config), *self.example(name, bucket)
+        )[0]
+
+    def example(self, name: str, bucket: Bucket) -> list[Params | mx.array | CacheState]:
+        """Arguments of a step with the right structure, shapes and dtypes (zeros, unevaluated)."""
+        step = steps.STEPS[name]
+        arguments: list[Params | mx.array | CacheState] = []
+        if step.has_params:
+            arguments.append(self.prepared)
+        for label in step.inputs:
+            shape, dtype = steps.input_shape(label, bucket, self.vocab_size, self.config.dtype)
+            arguments.append(mx.zeros(shape, dtype))
+        if step.has_state:
+            arguments.append(self.init_cache(bucket.batch, bucket.capacity))
+        return arguments
+
+    def choose_size(self, rows: int, tokens: int) -> tuple[int, int]:
+        """`rows`, and a power of two of at least 256 that holds `tokens` beside the scratch slot."""
+        return rows, max(256, 1 << tokens.bit_length())
+
+    def _run(
+        self, tokens: mx.array, mask: mx.array, state: CacheState
+    ) -> tuple[mx.array, CacheState]:
+        return self.forward(self.prepared, tokens, mask, state)
+
+    def save(self, folder: str | Path) -> None:
+        """Write config, weights as stored, and tokenizer as a Hugging Face style folder.
+
+        mlx-lm reads the same folder. Raises SourceError when the folder cannot be written.
+        """
+        folder = Path(folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            storage.save_arrays(folder / WEIGHTS, self.params, {"format": "mlx"})
+            config = {**self.config.to_hf(), **self._quantization()}
+            storage.save_json(folder / "config.json", config)
+            if self.tokenizer is not None:
+                self.tokenizer.save(folder)
+        except (OSError, RuntimeError) as error:
+            raise SourceError(f"cannot write the model to {folder}: {error}") from error
+
+    def _quantization(self) -> dict[str, object]:
+        """The `quantization` entry of MLX checkpoints: the commonest packing, and the exceptions."""
+        packings = {
+            base: packing
+            for name, shape in self.spec.items()
+            if (packing := weights.quantization_of(
+                self.params, base := name.removesuffix(".weight"), shape[-1]
+            ))
+        }  # fmt: skip
+        if not packings:
+            return {}
+        common = max(set(packings.values()), key=list(packings.values()).count)
+        exceptions = {b: p._asdict() for b, p in packings.items() if p != common}
+        return {"quantization": {**common._asdict(), "mode": "affine", **exceptions}}
+
+
+def load_model(folder: str | Path, dtype: mx.Dtype | str | None = None) -> Model:
+    """Read a folder that `Model.save` wrote.
+
+    Args:
+        folder: holds config.json, model.safetensors and, for text, tokenizer.json.
+        dtype: casts floating weights and computes in it; None keeps them and picks the compute
+            dtype by device, see `funcrt.params.choose_dtype`.
+
+    Raises:
+        SourceError: a file is missing or damaged.
+        ConfigError, ParamsError: they do not fit each other.
+    """
+    folder = Path(folder)
+    stored = storage.load_arrays(folder / WEIGHTS)
+    hf = storage.load_json(folder / "config.json")
+    if dtype is not None:
+        stored = weights.cast(stored, weights.dtype_name(dtype))
+    config = ModelConfig.from_hf(hf, weights.choose_dtype(stored, dtype))
+    tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").exists() else None
+    return Model(config, stored, tokenizer)

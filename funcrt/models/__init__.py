@@ -1,0 +1,22 @@
+"""Model families: one file each, found by `model_type` as Hugging Face spells it."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from funcrt.errors import ConfigError
+from funcrt.models import llama
+
+FAMILIES: dict[str, ModuleType] = {"llama": llama}
+
+
+def family(model_type: str) -> ModuleType:
+    """The module with `param_spec`, `cache_spec`, `fusions`, `hidden`, `unembed` of a family.
+
+    Raises ConfigError naming the supported types.
+    """
+    if model_type not in FAMILIES:
+        raise ConfigError(
+            f"model_type {model_type!r} is not supported; known: {', '.join(sorted(FAMILIES))}"
+        )
+    return FAMILIES[model_type]

@@ -1,0 +1,85 @@
+"""Arrays and JSON on disk. Files are checked before MLX reads them, which it does not do itself."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from funcrt.errors import SourceError
+
+_MOST_HEADER_BYTES = 100_000_000  # the format's own limit
+
+
+def load_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises SourceError when the file is missing or is not one."""
+    try:
+        data = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise SourceError(f"{path} does not exist") from None
+    except (OSError, ValueError) as error:
+        raise SourceError(f"cannot read {path}: {error}") from None
+    if not isinstance(data, dict):
+        raise SourceError(f"{path}: expected a JSON object, got {type(data).__name__}")
+    return data
+
+
+def save_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Write a JSON object, indented."""
+    path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", "utf-8")
+
+
+def load_arrays(path: Path) -> dict[str, mx.array]:
+    """The arrays of a safetensors file, read lazily. Raises SourceError unless `check_safetensors`."""
+    check_safetensors(path)
+    try:
+        arrays = mx.load(str(path))
+    except RuntimeError as error:
+        raise SourceError(f"cannot read {path}: {error}") from None
+    assert isinstance(arrays, dict)
+    return arrays
+
+
+def save_arrays(
+    path: Path, arrays: Mapping[str, mx.array], metadata: dict[str, str] | None = None
+) -> None:
+    """Write a safetensors file and flush it to disk. Raises OSError, RuntimeError from below."""
+    mx.save_safetensors(str(path), dict(arrays), metadata or {})
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def check_safetensors(path: Path) -> None:
+    """Raise SourceError unless the header is sound and every tensor lies inside the file.
+
+    Format: 8 bytes of little-endian header length, a JSON header of names with dtype, shape and
+    byte range, then the data (https://huggingface.co/docs/safetensors).
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, _MOST_HEADER_BYTES):
+                raise SourceError(f"{path}: truncated, or not a safetensors file")
+            header = json.loads(file.read(length))
+    except FileNotFoundError:
+        raise SourceError(f"{path} does not exist") from None
+    except (OSError, ValueError) as error:
+        raise SourceError(f"{path}: not a readable safetensors file: {error}") from None
+    room = size - 8 - length
+    for name, entry in header.items() if isinstance(header, dict) else [("header", None)]:
+        if name == "__metadata__":
+            continue
+        try:
+            first, last = entry["data_offsets"]
+            sound = 0 <= first <= last <= room
+        except (TypeError, KeyError, ValueError):
+            raise SourceError(f"{path}: damaged entry for {name}") from None
+        if not sound:
+            raise SourceError(
+                f"{path}: {name} ends at byte {last} of {room}: the file is truncated; fetch it again"
+            )
