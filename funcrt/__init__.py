@@ -8,9 +8,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from funcrt import blas
+from funcrt.blas import load as _load_blas
 
-blas.load()  # a host BLAS only takes effect when it is loaded before mlx
+_load_blas()  # a host BLAS only takes effect when it is loaded before mlx
 
 if TYPE_CHECKING:
     from funcrt import cache, masks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from funcrt.errors import CapacityError, InputError
 
@@ -45,7 +45,7 @@ class BucketPlan:
             ("tokens", tokens, 1),
             ("capacity", capacity, 2),
         ]:
-            numbers = [values] if isinstance(values, int) else list(values)
+            numbers: list[Any] = [values] if isinstance(values, int) else list(values)
             if not numbers or not all(
                 isinstance(n, int) and not isinstance(n, bool) and n >= least for n in numbers
             ):

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import mlx.core as mx
-
 from funcrt.errors import CacheError, InputError
 from funcrt.params import FLOATS
+
+import mlx.core as mx
 
 CacheState = dict[str, mx.array]
 
@@ -142,7 +142,7 @@ def place(mask: mx.array, lengths: mx.array, positions: mx.array | None = None) 
         lengths: int32 `[B]` before the call.
         positions: int32 `[B, T]` in the caller's order, replacing slot positions.
     """
-    batch, _, tokens, capacity = mask.shape
+    _, _, tokens, capacity = mask.shape
     step = mx.arange(tokens, dtype=mx.int32)
     real = mx.any(mask, axis=(1, 3))  # [B,T]
     count = mx.sum(real.astype(mx.int32), axis=1)  # [B]

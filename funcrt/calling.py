@@ -6,13 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import mlx.core as mx
-
 from funcrt import cache, masks
 from funcrt.buckets import BucketPlan
 from funcrt.cache import CacheSpec, CacheState
 from funcrt.compiled import Compiled
 from funcrt.errors import InputError
+
+import mlx.core as mx
 
 if TYPE_CHECKING:
     from funcrt.text import Tokenizer
@@ -73,24 +73,27 @@ class CallForm(ABC):
         if mask is not None and mask.ndim != 2:
             mask = _fit_mask(masks.as_mask(mask), rows, count, state)
             real = mx.any(mask, axis=(1, 3))
+            least = mask.shape[3] - 1
         else:
             real = _fit_valid(mask, rows, count)
-        state = self._make_room(state, real)
-        batch, capacity = cache_size = _size(state)
+            least = 0
+        state = self._make_room(state, real, least)
+        batch, capacity = _size(state)
         ids = _pad(ids, batch, 0)
         if mask is None or mask.ndim == 2:
             mask = masks.causal(_pad(real, batch, 0), state["lengths"], capacity)
         else:
-            mask = _pad(_pad(mask, batch, 0), cache_size[1], 3)
+            mask = _pad(_pad(mask, batch, 0), capacity, 3)
         logits, state = self._run(ids, mask, state)
         return logits[:rows], state
 
-    def _make_room(self, state: CacheState | None, real: mx.array) -> CacheState:
+    def _make_room(self, state: CacheState | None, real: mx.array, least: int) -> CacheState:
         new = mx.sum(real.astype(mx.int32), axis=1)
         if state is None:
-            return self.init_cache(*self.choose_size(real.shape[0], int(mx.max(new).item())))
+            needed = max(_as_int(mx.max(new)), least)
+            return self.init_cache(*self.choose_size(real.shape[0], needed))
         batch, capacity = _size(state)
-        needed = int(mx.max(state["lengths"] + _pad(new, batch, 0)).item())
+        needed = _as_int(mx.max(state["lengths"] + _pad(new, batch, 0)))
         if needed <= capacity - 1:
             return state
         return cache.grow(state, self.choose_size(batch, needed)[1])
@@ -105,7 +108,7 @@ def as_tokens(tokens: Tokens, vocab_size: int) -> mx.array:
         ids = tokens
     else:
         try:
-            ids = mx.array(tokens)
+            ids = mx.array(list(tokens))
         except (ValueError, TypeError) as error:
             raise InputError(
                 f"tokens: expected ids as [B, T] with rows of one length ({error}); "
@@ -117,12 +120,18 @@ def as_tokens(tokens: Tokens, vocab_size: int) -> mx.array:
         raise InputError(
             f"tokens: expected integers [B, T] with T >= 1, got {ids.dtype} {list(ids.shape)}"
         )
-    low, high = int(mx.min(ids).item()), int(mx.max(ids).item())
+    low, high = _as_int(mx.min(ids)), _as_int(mx.max(ids))
     if low < 0 or high >= vocab_size:
         raise InputError(
             f"token id {low if low < 0 else high} is outside the vocabulary (0 to {vocab_size - 1})"
         )
     return ids.astype(mx.int32)
+
+
+def _as_int(array: mx.array) -> int:
+    value = array.item()
+    assert isinstance(value, int)
+    return value
 
 
 def _size(state: CacheState) -> tuple[int, int]:

@@ -1,11 +1,9 @@
-"""The only place that calls `mx.compile`: one callable per function and bucket, traces counted."""
+"""The only place that calls `mx.compile`: one callable per function and bucket, counting traces."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-
-import mlx.core as mx
 
 from funcrt import sampling
 from funcrt.buckets import Bucket, BucketPlan
@@ -13,6 +11,8 @@ from funcrt.cache import CacheSpec, CacheState, check_state, init_cache, state_s
 from funcrt.errors import CapacityError, InputError
 from funcrt.flat import FlatFunction
 from funcrt.steps import STEPS, input_shape
+
+import mlx.core as mx
 
 Source = Callable[[str, Bucket], FlatFunction]
 
@@ -66,7 +66,7 @@ class Compiled:
     def prefill(
         self, tokens: mx.array, valid: mx.array, state: CacheState
     ) -> tuple[mx.array, CacheState]:
-        """int32 `[B,T]`, bool `[B,T]` -> logits `[B,V]` of each row's last real token, new state."""
+        """int32 and bool `[B,T]` -> logits `[B,V]` of each row's last real token, new state."""
         (logits,), state = self._stateful("prefill", _tokens_of(tokens), [tokens, valid], state)
         return logits, state
 
@@ -77,7 +77,7 @@ class Compiled:
         settings: Mapping[str, mx.array],
         state: CacheState,
     ) -> tuple[mx.array, mx.array, mx.array, CacheState]:
-        """One token per row: int32 `[B]`, bool `[B]` -> next tokens, logprobs, finite, new state."""
+        """One token per row: int32 and bool `[B]` -> next tokens, logprobs, finite, new state."""
         inputs = [token, active, *(settings[name] for name in sampling.SETTING_NAMES)]
         (tokens, logprobs, finite), state = self._stateful("decode", 1, inputs, state)
         return tokens, logprobs, finite, state
@@ -94,7 +94,7 @@ class Compiled:
     def sample(
         self, logits: mx.array, positions: mx.array, settings: Mapping[str, mx.array]
     ) -> tuple[mx.array, mx.array, mx.array]:
-        """Logits `[B,V]` and int32 `[B]` positions of the new tokens -> tokens, logprobs, finite."""
+        """Logits `[B,V]`, int32 `[B]` positions of the new tokens -> tokens, logprobs, finite."""
         inputs = [logits, positions, *(settings[name] for name in sampling.SETTING_NAMES)]
         tokens, logprobs, finite = self._call("sample", Bucket(logits.shape[0], 1, 0), inputs)
         return tokens, logprobs, finite

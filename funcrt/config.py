@@ -148,7 +148,7 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder's shape and constants. `dtype` is what activations and the cache are computed in."""
+    """A decoder's shape and constants. `dtype` is that of activations, cache and logits."""
 
     model_type: str
     vocab_size: int

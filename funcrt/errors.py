@@ -1,4 +1,4 @@
-"""Errors that funcrt raises on purpose: each says what was expected, what arrived and what to do."""
+"""Errors that funcrt raises on purpose: what was expected, what arrived and what to do."""
 
 from __future__ import annotations
 

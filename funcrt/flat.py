@@ -6,9 +6,9 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import mlx.core as mx
-
 from funcrt.errors import InputError
+
+import mlx.core as mx
 
 FlatFunction = Callable[..., tuple[mx.array, ...]]
 

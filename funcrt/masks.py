@@ -7,9 +7,9 @@ Everything here is pure and traceable.
 
 from __future__ import annotations
 
-import mlx.core as mx
-
 from funcrt.errors import InputError
+
+import mlx.core as mx
 
 
 def causal(valid: mx.array, lengths: mx.array, capacity: int) -> mx.array:

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 
-import mlx.core as mx
-
 from funcrt import cache, models, steps, storage
 from funcrt import params as weights
 from funcrt.buckets import Bucket, BucketPlan, default_plan
@@ -19,6 +17,8 @@ from funcrt.errors import SourceError
 from funcrt.flat import FlatFunction, flatten
 from funcrt.params import Params, Preparation
 from funcrt.text import Tokenizer
+
+import mlx.core as mx
 
 WEIGHTS = "model.safetensors"
 
@@ -128,7 +128,7 @@ class Model(CallForm):
         return arguments
 
     def choose_size(self, rows: int, tokens: int) -> tuple[int, int]:
-        """`rows`, and a power of two of at least 256 that holds `tokens` beside the scratch slot."""
+        """`rows`, and the least power of two from 256 up that holds `tokens` and a scratch slot."""
         return rows, max(256, 1 << tokens.bit_length())
 
     def _run(
@@ -153,7 +153,7 @@ class Model(CallForm):
             raise SourceError(f"cannot write the model to {folder}: {error}") from error
 
     def _quantization(self) -> dict[str, object]:
-        """The `quantization` entry of MLX checkpoints: the commonest packing, and the exceptions."""
+        """The `quantization` entry of MLX checkpoints: the commonest packing and the exceptions."""
         packings = {
             base: packing
             for name, shape in self.spec.items()

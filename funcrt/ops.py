@@ -10,10 +10,10 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-import mlx.core as mx
-
 from funcrt.config import RopeConfig
 from funcrt.params import Params, dequantize, quantization_of
+
+import mlx.core as mx
 
 
 def embed(params: Params, name: str, tokens: mx.array, width: int, dtype: mx.Dtype) -> mx.array:
@@ -34,7 +34,7 @@ def embed(params: Params, name: str, tokens: mx.array, width: int, dtype: mx.Dty
 
 
 def linear(params: Params, name: str, x: mx.array) -> mx.array:
-    """`x [..., I] -> [..., O]` by the dense or packed matrix `name` `[O, I]` and its bias, if any."""
+    """`x [..., I]` -> `[..., O]` by the dense or packed matrix `name` `[O, I]` and its bias."""
     weight = params[f"{name}.weight"]
     packing = quantization_of(params, name, x.shape[-1])
     if packing is None:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
-import mlx.core as mx
-
 from funcrt.errors import ParamsError
+
+import mlx.core as mx
 
 Params = dict[str, mx.array]
 ParamSpec = dict[str, tuple[int, ...]]
@@ -227,7 +228,7 @@ def _fits_dense(params: Mapping[str, mx.array]) -> bool:
 def available_memory() -> int:
     """Bytes that a process may still take without swapping (total memory where unknown)."""
     try:
-        with open("/proc/meminfo") as lines:
+        with Path("/proc/meminfo").open() as lines:
             for line in lines:
                 if line.startswith("MemAvailable:"):
                     return int(line.split()[1]) * 1024

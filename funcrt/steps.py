@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import mlx.core as mx
-
 from funcrt import masks, sampling
 from funcrt.buckets import Bucket
 from funcrt.cache import CacheState
 from funcrt.config import ModelConfig
 from funcrt.params import FLOATS, Params
+
+import mlx.core as mx
 
 StepFunction = Callable[..., tuple[Any, ...]]
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
 from funcrt.errors import SourceError
+
+import mlx.core as mx
 
 _MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 
@@ -34,7 +34,7 @@ def save_json(path: Path, data: Mapping[str, Any]) -> None:
 
 
 def load_arrays(path: Path) -> dict[str, mx.array]:
-    """The arrays of a safetensors file, read lazily. Raises SourceError unless `check_safetensors`."""
+    """The arrays of a safetensors file, read lazily. Raises SourceError if it is damaged."""
     check_safetensors(path)
     try:
         arrays = mx.load(str(path))
@@ -71,7 +71,9 @@ def check_safetensors(path: Path) -> None:
     except (OSError, ValueError) as error:
         raise SourceError(f"{path}: not a readable safetensors file: {error}") from None
     room = size - 8 - length
-    for name, entry in header.items() if isinstance(header, dict) else [("header", None)]:
+    if not isinstance(header, dict):
+        raise SourceError(f"{path}: not a safetensors file: its header is not a JSON object")
+    for name, entry in header.items():
         if name == "__metadata__":
             continue
         try:
@@ -81,5 +83,5 @@ def check_safetensors(path: Path) -> None:
             raise SourceError(f"{path}: damaged entry for {name}") from None
         if not sound:
             raise SourceError(
-                f"{path}: {name} ends at byte {last} of {room}: the file is truncated; fetch it again"
+                f"{path}: {name} ends at byte {last} of {room}: truncated; fetch it again"
             )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import mlx.core as mx
-
 from funcrt import ops
 from funcrt.cache import (
     CacheEntry,
@@ -20,6 +18,8 @@ from funcrt.cache import (
 )
 from funcrt.config import ModelConfig
 from funcrt.params import FLOATS, Fusions, Params, ParamSpec
+
+import mlx.core as mx
 
 QKV = ("q_proj", "k_proj", "v_proj")
 GATE_UP = ("gate_proj", "up_proj")
