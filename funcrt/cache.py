@@ -105,6 +105,25 @@ def grow(state: CacheState, capacity: int) -> CacheState:
     return grown
 
 
+def clear(state: CacheState, rows: mx.array) -> CacheState:
+    """Empty the given rows and zero what they held. Pure.
+
+    Zeroing matters: in MLX a value that is not finite leaks out of a masked slot.
+
+    Args:
+        state: any state.
+        rows: int32 `[N]`, row numbers.
+    """
+    batch = state["lengths"].shape[0]
+    cleared = mx.any(mx.arange(batch)[:, None] == rows[None], axis=1)  # [B]
+    return {
+        name: mx.where(cleared.reshape(batch, *[1] * (array.ndim - 1)), 0, array).astype(
+            array.dtype
+        )
+        for name, array in state.items()
+    }
+
+
 # --- one call: where its tokens go and what they see ---------------------------------------------
 
 
