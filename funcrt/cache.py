@@ -17,6 +17,8 @@ import mlx.core as mx
 
 CacheState = dict[str, mx.array]
 
+_BEYOND_ANY_CALL = 1 << 24  # more tokens than one call can hold
+
 
 class CacheEntry(NamedTuple):
     """One array of a cache state, for B rows and S slots: `[B, heads, S, width]`."""
@@ -168,16 +170,18 @@ def place(mask: mx.array, lengths: mx.array, positions: mx.array | None = None) 
     order = back = None
     if tokens > 1:
         # Unique keys make the sort stable whatever the backend's algorithm.
-        order = mx.argsort(mx.where(real, step, step + tokens), axis=1).astype(mx.int32)
+        keys = mx.where(real, step, step + _BEYOND_ANY_CALL)
+        order = mx.argsort(keys, axis=1).astype(mx.int32)
         back = mx.argsort(order, axis=1).astype(mx.int32)
         mask = mx.take_along_axis(mask, order[:, None, :, None], axis=2)
         if positions is not None:
             positions = mx.take_along_axis(positions, order, axis=1)
         real = step < count[:, None]
-    scratch = capacity - 1
+    column = mx.arange(capacity, dtype=mx.int32)
+    # An array, not a number: compilers bake numbers into kernels, and each capacity would be one.
+    scratch = column[-1]
     slot = lengths[:, None] + step
     after = lengths + count
-    column = mx.arange(capacity, dtype=mx.int32)
     written = column < mx.minimum(after, scratch)[:, None, None, None]
     visible = mask & written
     blind = mx.logical_not(mx.any(visible, axis=-1, keepdims=True))
