@@ -1,0 +1,60 @@
+"""Read the golden files of this folder in tests: `llama/` as model folders and expected logits."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import funcrt  # noqa: F401  (before mlx)
+
+import mlx.core as mx
+
+LLAMA = Path(__file__).parent / "llama"
+CASES: dict[str, dict[str, Any]] = {
+    case["name"]: case for case in json.loads((LLAMA / "cases.json").read_text())
+}
+
+
+class Golden(NamedTuple):
+    """What transformers computes, in float32, for one prompt of one tiny model.
+
+    Attributes:
+        tokens: int32 `[1, T]`.
+        positions: int32 `[P]`, where logits are kept.
+        logits: float32 `[P, V]`, the whole prompt in one call.
+        argmax: int32 `[T]`, of the same call.
+        chunks: int32, lengths of the pieces behind `chunked_logits`; None where pieces do not matter.
+        chunked_logits: float32 `[P, V]`, the prompt fed in pieces (dynamic rope scaling); or None.
+    """
+
+    tokens: mx.array
+    positions: mx.array
+    logits: mx.array
+    argmax: mx.array
+    chunks: mx.array | None
+    chunked_logits: mx.array | None
+
+
+def make_folder(name: str, folder: Path, **changes: Any) -> Path:
+    """Lay out a case as a Hugging Face folder, with some values of its config.json replaced."""
+    case = CASES[name]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**case["config"], **changes}))
+    weights = LLAMA / "weights" / f"{case['weights']}.safetensors"
+    shutil.copyfile(weights, folder / "model.safetensors")
+    return folder
+
+
+def read_golden(name: str) -> Golden:
+    """Expected results of a case."""
+    arrays = _arrays()
+    tokens, *rest = (arrays.get(f"{name}.{field}") for field in Golden._fields)
+    return Golden(tokens[None], *rest)
+
+
+@lru_cache
+def _arrays() -> dict[str, mx.array]:
+    return mx.load(str(LLAMA / "golden.safetensors"))
