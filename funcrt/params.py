@@ -7,13 +7,12 @@ dict needs nothing beside it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 from funcrt.errors import ParamsError
+from funcrt.machine import available_memory
 
 import mlx.core as mx
 
@@ -223,15 +222,3 @@ def _fits_dense(params: Mapping[str, mx.array]) -> bool:
         for array in params.values()
     )
     return values * 4 < 0.7 * available_memory()
-
-
-def available_memory() -> int:
-    """Bytes that a process may still take without swapping (total memory where unknown)."""
-    try:
-        with Path("/proc/meminfo").open() as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
