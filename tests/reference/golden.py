@@ -26,7 +26,7 @@ class Golden(NamedTuple):
         positions: int32 `[P]`, where logits are kept.
         logits: float32 `[P, V]`, the whole prompt in one call.
         argmax: int32 `[T]`, of the same call.
-        chunks: int32, lengths of the pieces behind `chunked_logits`; None where pieces do not matter.
+        chunks: int32, lengths of the pieces; None where it does not matter how a prompt is fed.
         chunked_logits: float32 `[P, V]`, the prompt fed in pieces (dynamic rope scaling); or None.
     """
 
