@@ -16,7 +16,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu")
 _USED = {
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
     "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "hidden_act",
-    "max_position_embeddings", "attention_bias", "mlp_bias", "tie_word_embeddings",
+    "max_position_embeddings", "original_max_position_embeddings", "attention_bias", "mlp_bias", "tie_word_embeddings",
     "rope_theta", "rope_scaling", "rope_parameters", "quantization", "quantization_config",
 }  # fmt: skip
 
@@ -111,11 +111,14 @@ class RopeConfig:
             )
         # `dynamic` stretches from max_position_embeddings whatever else the config says.
         original = rope.pop("original_max_position_embeddings", None)
+        if kind in ("llama3", "yarn"):
+            original = hf.get("original_max_position_embeddings") or original
         if original is None or kind == "dynamic":
             original = hf.get("max_position_embeddings", 2048)
         if rope.pop("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
             raise ConfigError("partial_rotary_factor below 1 is not supported for this model")
-        rope = {key: value for key, value in rope.items() if value is not None}
+        unset = {"beta_fast": (None, 0), "beta_slow": (None, 0)}  # 0 stands for the default
+        rope = {k: v for k, v in rope.items() if v not in unset.get(k, (None,))}
         if kind == "yarn" and "factor" not in rope:
             rope["factor"] = hf.get("max_position_embeddings", 2048) / original
         if kind == "default":

@@ -1,0 +1,5 @@
+"""`python -m funcrt` is `funcrt`."""
+
+from funcrt.cli import main
+
+main()

@@ -1,0 +1,75 @@
+"""The command line. The only part of `funcrt` that may import `converters`."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from funcrt._version import __version__
+from funcrt.cli import bundles, demo, generate, terminal
+from funcrt.errors import FuncrtError
+
+
+def _guarded(command: Callable[..., None]) -> Callable[..., None]:
+    """Turn what may go wrong into one line and an exit code; wrong usage is typer's: 2."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **options: Any) -> None:
+        try:
+            command(*args, **options)
+            sys.stdout.flush()
+        except FuncrtError as error:
+            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+            sys.exit(1)
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            sys.exit(130)
+        except BrokenPipeError:
+            # Whoever read our output has left; what is still buffered has nowhere to go.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(1)
+
+    return run
+
+
+app = typer.Typer(
+    name="funcrt",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for command in (
+    bundles.convert,
+    bundles.export,
+    generate.generate,
+    generate.chat,
+    bundles.inspect,
+    bundles.verify,
+    demo.demo,
+):
+    app.command()(_guarded(command))
+
+
+@app.callback(invoke_without_command=True)
+def _main(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    json_: Annotated[bool, typer.Option("--json", hidden=True)] = False,
+) -> None:
+    """Language models as pure functions on MLX: convert, export, generate."""
+    if version:
+        import mlx.core as mx
+
+        facts = {"funcrt": __version__, "mlx": mx.__version__}
+        terminal.emit(facts, json_, f"funcrt {__version__} (mlx {mx.__version__})")
+        raise typer.Exit
+
+
+def main() -> NoReturn:
+    """Entry point of the console script."""
+    app(prog_name="funcrt")
+    sys.exit(0)

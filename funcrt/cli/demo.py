@@ -1,0 +1,7 @@
+"""`funcrt demo`."""
+
+from __future__ import annotations
+
+
+def demo() -> None:
+    """Stub."""

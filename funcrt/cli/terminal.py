@@ -1,0 +1,103 @@
+"""What the command line shows: progress, tables, streamed text, and the same as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import rich.box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+_status = Console(stderr=True, highlight=False)
+_output = Console(highlight=False)
+
+
+@dataclass
+class Clock:
+    """Seconds that a `timed` block took."""
+
+    seconds: float = 0.0
+
+
+@contextmanager
+def timed(what: str) -> Iterator[Clock]:
+    """Measure a block; a spinner shows on a terminal while it runs."""
+    clock, begin = Clock(), time.perf_counter()
+    with _status.status(f"{what} ...") if _status.is_terminal else _nothing():
+        yield clock
+    clock.seconds = time.perf_counter() - begin
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[int, int, str], None]]:
+    """A bar to report `(done, total, current item)` to."""
+    bar = Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        TextColumn("{task.fields[item]}"), console=_status, transient=True,
+    )  # fmt: skip
+    with bar:
+        task = bar.add_task(what, total=None, item="")
+        yield lambda done, total, item: bar.update(task, completed=done, total=total, item=item)
+
+
+def emit(facts: Mapping[str, Any], as_json: bool, text: str, err: bool = False) -> None:
+    """Print facts as one line of JSON, or `text` (to standard error with `err`)."""
+    if as_json:
+        print(json.dumps(facts, ensure_ascii=False), flush=True)
+    else:
+        print(text, file=sys.stderr if err else sys.stdout, flush=True)
+
+
+def size(count: float) -> str:
+    """Bytes for people: `98.4 MB`."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.2f} GB"
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of all files below a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table; numbers are expected as text."""
+    grid = Table(title=title, box=rich.box.SIMPLE, title_justify="left")
+    for i, column in enumerate(columns):
+        grid.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
+    for row in rows:
+        grid.add_row(*row)
+    _output.print(grid)
+
+
+def echo(enabled: bool) -> Callable[[str], None]:
+    """A function that shows text as it streams, or swallows it."""
+
+    def show(text: str) -> None:
+        if enabled:
+            print(text, end="", flush=True)
+
+    return show
+
+
+def ask(question: str, quiet: bool) -> str:
+    """A line from the terminal; empty at its end."""
+    try:
+        return input("" if quiet else question).strip()
+    except EOFError:
+        return ""
