@@ -31,7 +31,7 @@ from funcrt.errors import FuncrtError
 Source = Literal["env", "system", "scipy-openblas32", "builtin", "not needed"]
 
 _VARIABLE = "FUNCRT_BLAS"
-_REQUIRED = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")
+_REQUIRED = ("cblas_sgemm", "cblas_sgemv", "cblas_dgemm", "cblas_cgemm")
 _PREFIX = "scipy_"
 # Sonames, as `ctypes.util.find_library` starts ldconfig and gcc. Fedora's `p` is the threaded one.
 _SYSTEM = (
@@ -89,7 +89,7 @@ def load() -> Blas:
         return _accept_present(request)
     if request:
         return _load_requested(request, needed)
-    found = _load_system()
+    found = _load_system(needed)
     if found is not None:
         return found
     try:
@@ -142,7 +142,7 @@ def _load_requested(request: str, needed: list[str]) -> Blas:
         except (BlasError, shim.ShimError) as error:
             raise BlasError(f"{_VARIABLE}=scipy: {error}") from error
     if request == "system":
-        found = _load_system()
+        found = _load_system(needed)
         if found is None:
             raise BlasError(
                 f"{_VARIABLE}=system: found no usable OpenBLAS, MKL or BLIS "
@@ -173,16 +173,13 @@ def _load_file(file: Path, needed: list[str]) -> Blas:
     kind = _identify(library, prefix) or _Kind(file.name, "", wide=False)
     if kind.wide:
         raise BlasError(
-            f"{kind.name} {kind.version} built for 64-bit integers; MLX needs 32-bit ones"
+            f"{kind.name} {kind.version} is built for 64-bit integers; MLX needs 32-bit ones"
         )
-    if prefix:
-        _expose_prefixed(file, library, needed)
-    else:
-        ctypes.CDLL(str(file), mode=ctypes.RTLD_GLOBAL)
+    _expose(file, library, prefix, kind, needed)
     return Blas(kind.name, kind.version, file, "env")
 
 
-def _load_system() -> Blas | None:
+def _load_system(needed: list[str]) -> Blas | None:
     for name in _SYSTEM:
         for place in (name, str(Path(sys.prefix, "lib", name))):
             library = _open(place)  # local at first: what is refused must not be seen by others
@@ -190,8 +187,8 @@ def _load_system() -> Blas | None:
                 continue
             kind = _identify(library)
             if kind is not None and not kind.wide:
-                ctypes.CDLL(place, mode=ctypes.RTLD_GLOBAL)
-                file = elf.find_file(_get_address(library, _REQUIRED[0]))
+                file = elf.find_file(_get_address(library, _REQUIRED[0])) or Path(place)
+                _expose(file, library, "", kind, needed)
                 return Blas(kind.name, kind.version, file, "system")
     return None
 
@@ -205,10 +202,21 @@ def _load_scipy(needed: list[str]) -> Blas:
     raise BlasError("the package scipy-openblas32 is not installed")
 
 
-def _expose_prefixed(file: Path, library: ctypes.CDLL, needed: list[str]) -> None:
-    names = [name for name in needed if hasattr(library, _PREFIX + name)]
-    shim_file = shim.load_shim({name: _get_address(library, _PREFIX + name) for name in names})
-    _shimmed[shim_file.resolve()] = file
+def _expose(file: Path, library: ctypes.CDLL, prefix: str, kind: _Kind, needed: list[str]) -> None:
+    """Put a library that is loaded locally before MLX's own; an OpenBLAS by way of the shim."""
+    if prefix or kind.name == "OpenBLAS":
+        names = [name for name in (*needed, "cblas_sgemv") if hasattr(library, prefix + name)]
+        try:
+            shim_file = shim.load_shim(
+                {name: _get_address(library, prefix + name) for name in names}
+            )
+        except shim.ShimError:
+            if prefix:
+                raise
+        else:
+            _shimmed[shim_file.resolve()] = file
+            return
+    ctypes.CDLL(str(file), mode=ctypes.RTLD_GLOBAL)
 
 
 def _accept_present(request: str) -> Blas:

@@ -1,17 +1,21 @@
-"""Gives a BLAS whose symbols carry a prefix the plain names that MLX looks for.
+"""A small compiled library that stands between MLX and a BLAS, for two reasons.
 
-The PyPI package scipy-openblas32 exports `scipy_cblas_sgemm`, MLX calls `cblas_sgemm`. The shim is
-a few hundred bytes of assembly: each plain name jumps through a table that this process fills with
-addresses. A jump leaves registers and stack as they are, so no signature needs to be known. The
-table, instead of linking against the prefixed library, keeps the compiled file independent of where
-that library lies, and keeps the library's own symbols out of the global scope: SciPy's bundled copy
-has the same names.
+*Names.* The PyPI package scipy-openblas32 exports `scipy_cblas_sgemm`, MLX calls `cblas_sgemm`.
+Each plain name is a jump through a table that this process fills with addresses; a jump leaves
+registers and stack as they are, so no signature needs to be known. The table, instead of linking
+against the prefixed library, keeps the compiled file independent of where that library lies, and
+keeps the library's own symbols out of the global scope: SciPy's bundled copy has the same names.
+
+*Products with one row.* OpenBLAS on x86-64 packs the whole matrix even for one row, which makes
+its `sgemm` two to eight times slower there than its own `sgemv`. One row is what decoding one
+sequence needs, so `cblas_sgemm` hands such products to `cblas_sgemv`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import json
 import os
 import platform
 import shlex
@@ -26,11 +30,37 @@ from pathlib import Path
 from funcrt.errors import FuncrtError
 
 _TABLE = "funcrt_blas_table"
+_GEMM, _GEMV = "cblas_sgemm", "cblas_sgemv"
 _JUMPS = {
-    "x86_64": "jmp *table+{offset}(%rip)",
+    "x86_64": "jmp *.Ltable+{offset}(%rip)",
     # x16 is the register that the ABI gives to such veneers
-    "aarch64": "adrp x16, table+{offset}\n ldr x16, [x16, #:lo12:table+{offset}]\n br x16",
+    "aarch64": "adrp x16, .Ltable+{offset}\n ldr x16, [x16, #:lo12:.Ltable+{offset}]\n br x16",
 }
+
+# 101: row-major, 111: as stored, 112: transposed. C[1,n] = A[1,k] op(B)[k,n] is y = op(B)^T x.
+# C is cleared first where beta is 0, because memory that nobody wrote may hold NaN.
+_ONE_ROW = """
+typedef const float *in;
+typedef void gemm(int, int, int, int, int, int, float, in, int, in, int, float, float *, int);
+typedef void gemv(int, int, int, int, float, in, int, in, int, float, float *, int);
+extern void *TABLE[];
+
+void cblas_sgemm(int order, int ta, int tb, int m, int n, int k, float alpha, in a, int lda,
+                 in b, int ldb, float beta, float *c, int ldc) {
+    if (order != 101 || m != 1 || n < 1 || k < 1 || (ta != 111 && ta != 112) ||
+        (tb != 111 && tb != 112)) {
+        ((gemm *)TABLE[GEMM])(order, ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+        return;
+    }
+    if (beta == 0.0f)
+        for (int i = 0; i < n; i++) c[i] = 0.0f;
+    int step = ta == 111 ? 1 : lda;
+    if (tb == 111)
+        ((gemv *)TABLE[GEMV])(101, 112, k, n, alpha, b, ldb, a, step, beta, c, 1);
+    else
+        ((gemv *)TABLE[GEMV])(101, 111, n, k, alpha, b, ldb, a, step, beta, c, 1);
+}
+"""
 
 
 class ShimError(FuncrtError, OSError):
@@ -38,12 +68,12 @@ class ShimError(FuncrtError, OSError):
 
 
 def load_shim(targets: Mapping[str, int]) -> Path:
-    """Define each name of `targets` in the process's global scope as a jump to its address.
+    """Define each name of `targets` in the process's global scope, to run what is at its address.
 
     Compiles once per set of names and machine, into the user's cache folder.
 
     Args:
-        targets: plain function name to the address of the function to run.
+        targets: plain function name to address; `cblas_sgemm` and `cblas_sgemv` must be among them.
 
     Returns:
         The file of the shim.
@@ -53,11 +83,11 @@ def load_shim(targets: Mapping[str, int]) -> Path:
     """
     source = make_source(list(targets))
     digest = hashlib.sha256(source.encode()).hexdigest()[:16]
-    problem = "no folder"
+    problem = ""
     for make_folder in (_cache_folder, _temporary_folder):
         try:
             with make_folder() as folder:
-                file = folder / f"blas-{platform.machine()}-{digest}.so"
+                file = folder / f"shim-{platform.machine()}-{digest}.so"
                 _open(file, source, targets)
                 return file
         except ShimError:
@@ -68,7 +98,7 @@ def load_shim(targets: Mapping[str, int]) -> Path:
 
 
 def make_source(names: list[str]) -> str:
-    """Return the assembly of the shim for these names on this machine.
+    """Return the C source of the shim for these names on this machine.
 
     Raises:
         ShimError: unknown machine.
@@ -77,21 +107,18 @@ def make_source(names: list[str]) -> str:
     if machine not in _JUMPS:
         known = ", ".join(_JUMPS)
         raise ShimError(f"no BLAS shim for machine {machine!r}, only for {known}")
-    lines = [".text"]
+    # Two labels: the local one can be addressed relative to the code, the global one can be found.
+    lines = [".bss", ".balign 8", f".globl {_TABLE}", f".type {_TABLE}, %object"]
+    lines += [f"{_TABLE}:", ".Ltable:", f" .zero {8 * len(names)}", ".text"]
     for i, name in enumerate(names):
-        jump = _JUMPS[machine].format(offset=8 * i)
-        lines += [
-            f".globl {name}",
-            f".type {name}, %function",
-            ".balign 16",
-            f"{name}:",
-            f" {jump}",
-        ]
-    # Two labels: the hidden one can be addressed relative to the code, the global one can be found.
-    lines += [".bss", ".balign 8", f".globl {_TABLE}", f".type {_TABLE}, %object"]
-    lines += [f"{_TABLE}:", "table:", f" .zero {8 * len(names)}"]
-    lines += ['.section .note.GNU-stack, "", %progbits', ""]
-    return "\n".join(lines)
+        if name not in (_GEMM, _GEMV):
+            jump = _JUMPS[machine].format(offset=8 * i)
+            lines += [f".globl {name}", f".type {name}, %function", ".balign 16", f"{name}:", jump]
+    assembly = "\n".join(f"    {json.dumps(line + chr(10))}" for line in lines)
+    code = _ONE_ROW.replace("TABLE", _TABLE)
+    for macro, name in (("GEMM", _GEMM), ("GEMV", _GEMV)):
+        code = f"#define {macro} {names.index(name)}\n{code}"
+    return f"{code}\n__asm__(\n{assembly});\n"
 
 
 def _open(file: Path, source: str, targets: Mapping[str, int]) -> None:
@@ -110,11 +137,11 @@ def _open(file: Path, source: str, targets: Mapping[str, int]) -> None:
 def _compile(source: str, file: Path) -> None:
     """Compile into `file` by way of a rename, so that another process never sees half of it."""
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=".build-") as build:
-        assembly, library = Path(build, "shim.s"), Path(build, "shim.so")
-        assembly.write_text(source)
+        code, library = Path(build, "shim.c"), Path(build, "shim.so")
+        code.write_text(source)
         problem = "no C compiler found (cc, gcc or clang)"
         for compiler in _find_compilers():
-            command = [*compiler, "-shared", "-nostdlib", "-o", str(library), str(assembly)]
+            command = [*compiler, "-O2", "-fPIC", "-shared", "-o", str(library), str(code)]
             try:
                 run = subprocess.run(
                     command, capture_output=True, text=True, timeout=60, check=False
