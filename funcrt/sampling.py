@@ -60,15 +60,18 @@ def make_settings(
 ) -> dict[str, mx.array]:
     """Build the settings of `batch` rows on the host; the defaults are greedy with no filter.
 
-    Each argument is one number for all rows or one per row. Returns temperature, top_p, min_p as
-    float32 [B], top_k as int32 [B] and seed as uint32 [B], under the keys of `SETTING_NAMES`.
-    Seeds have 32 bits because the random key holds 64 and the position takes the other half.
+    Each argument is one number for all rows or one per row; the top of this file says what it
+    means. Seeds have 32 bits because the random key holds 64 and the position takes the other half.
 
-    Raises InputError for a value outside its range, NaN, a wrong type or a wrong number of rows.
+    Returns:
+        One array [B] under each of `SETTING_NAMES`: top_k int32, seed uint32, the others float32.
+
+    Raises:
+        InputError: a value outside its range, NaN, a wrong type or a wrong number of rows.
     """
-    half_open = math.ulp(0.0)  # the smallest float above 0
+    above_0 = math.ulp(0.0)  # the smallest float there is
     temperatures = _check_rows("temperature", temperature, batch, Real, 0, _FLOAT32_MAX)
-    top_ps = _check_rows("top_p", top_p, batch, Real, half_open, 1)
+    top_ps = _check_rows("top_p", top_p, batch, Real, above_0, 1)
     min_ps = _check_rows("min_p", min_p, batch, Real, 0, 1)
     top_ks = _check_rows("top_k", top_k, batch, Integral, 0, 2**31 - 1)
     seeds = _check_rows("seed", seed, batch, Integral, 0, 2**32 - 1)
@@ -84,8 +87,11 @@ def make_settings(
 def greedy(logits: mx.array) -> Sampled:
     """Take the most likely token of each row, the lowest id among equals.
 
-    logits: [B, V], any float type. Returns tokens int32 [B], their log-probability float32 [B] and
-    finite bool [B]; a row that is not finite gets token 0 and logprob NaN.
+    Args:
+        logits: [B, V], any float type.
+
+    Returns:
+        tokens int32 [B], logprobs float32 [B], finite bool [B], as `sample`.
     """
     logits = logits.astype(mx.float32)
     return _report(logits, mx.argmax(logits, axis=-1))
@@ -94,16 +100,20 @@ def greedy(logits: mx.array) -> Sampled:
 def sample(logits: mx.array, settings: Mapping[str, mx.array], positions: mx.array) -> Sampled:
     """Draw one token per row with that row's settings.
 
-    logits: [B, V], any float type, computed with in float32; settings: as `make_settings` returns
-    them; positions: int32 [B], where in its sequence the drawn token will stand.
-
-    Returns tokens int32 [B], logprobs float32 [B] and finite bool [B]. The logprob is that of the
-    token under softmax(logits), before temperature and filters. A row that is not finite gets
-    token 0 and logprob NaN.
-
     The draw is argmax(logits / temperature + Gumbel noise) over the tokens that the filters keep,
     which has the distribution of a categorical draw (Gumbel 1954; Maddison et al., "A* Sampling",
     2014). Noise belongs to (seed, position, token id): neither other rows nor filters move it.
+
+    Args:
+        logits: [B, V], any float type; the arithmetic is float32.
+        settings: as `make_settings` returns them.
+        positions: int32 [B], a number for each draw that its row's seed makes only once, such as
+            the place of the token in its sequence.
+
+    Returns:
+        tokens: int32 [B].
+        logprobs: float32 [B], of the token under softmax(logits): before temperature and filters.
+        finite: bool [B]. A row that is not finite gets token 0 and logprob NaN.
     """
     logits = logits.astype(mx.float32)
     is_greedy = settings["temperature"] == 0
@@ -129,7 +139,10 @@ def count_kept(
 ) -> mx.array:
     """How many of the most likely tokens top-k, top-p and min-p leave: int32 [B], at least 1.
 
-    ranked: logits sorted ascending, float32 [B, V]; temperature: float32 [B, 1], not 0.
+    Args:
+        ranked: logits sorted ascending, float32 [B, V].
+        temperature: float32 [B, 1], not 0.
+        settings: as `make_settings` returns them.
     """
     vocab = ranked.shape[-1]
     top_k, top_p, min_p = (settings[name][:, None] for name in ("top_k", "top_p", "min_p"))
@@ -145,7 +158,10 @@ def count_kept(
 def mask_most_likely(logits: mx.array, ranked: mx.array, count: mx.array) -> mx.array:
     """Mark the `count` largest logits of each row, the lowest ids among equals: bool [B, V].
 
-    logits: float32 [B, V]; ranked: the same, sorted ascending; count: int32 [B], 1 to V.
+    Args:
+        logits: float32 [B, V].
+        ranked: the same, sorted ascending.
+        count: int32 [B], 1 to V.
     """
     vocab = logits.shape[-1]
     threshold = mx.take_along_axis(ranked, vocab - count[:, None], axis=-1)  # [B, 1]
@@ -158,9 +174,14 @@ def mask_most_likely(logits: mx.array, ranked: mx.array, count: mx.array) -> mx.
 def make_noise(seed: mx.array, positions: mx.array, vocab: int) -> mx.array:
     """Standard Gumbel noise float32 [B, vocab], a function of each row's (seed, position) alone.
 
-    seed: uint32 [B]; positions: int32 [B]. Always finite. Unlike -log(-log(u)), large values come
-    from u near 0, where float32 is dense: near 1 it has so few values that flat distributions over
-    a large vocabulary would often tie, and the lowest ids would be drawn too often.
+    Always finite. Unlike in the usual -log(-log(u)), large values come from u near 0, where float32
+    is dense: near 1 it has so few values that flat distributions over a large vocabulary would
+    often tie, and the lowest ids would be drawn too often.
+
+    Args:
+        seed: uint32 [B].
+        positions: int32 [B].
+        vocab: V.
     """
     keys = mx.stack([seed, positions.astype(mx.uint32)], axis=-1)  # [B, 2]
     uniform = mx.vmap(lambda key: mx.random.uniform(shape=(vocab,), key=key))(keys)
