@@ -1,0 +1,75 @@
+"""What every checkpoint format is read into, and the one way from there to a `Model`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from funcrt.config import ModelConfig
+from funcrt.errors import ParamsError
+from funcrt.model import Model
+from funcrt.params import Params, cast, choose_dtype, dtype_name
+from funcrt.text import Tokenizer
+
+import mlx.core as mx
+
+# Buffers that old transformers versions saved; every reader computes them from the config.
+_BUFFERS = (".rotary_emb.inv_freq",)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A Hugging Face config, tensors under Hugging Face names, and a tokenizer if there is one."""
+
+    config: dict[str, Any]
+    params: Params
+    tokenizer: Tokenizer | None
+
+
+def make_model(
+    checkpoint: Checkpoint, dtype: mx.Dtype | str | None, ignore: Collection[str]
+) -> Model:
+    """Check a checkpoint against its config and bind the two.
+
+    Args:
+        checkpoint: as read.
+        dtype: compute in it and cast floating leaves to it; None keeps what is stored and leaves
+            the choice to `funcrt.params.choose_dtype`.
+        ignore: config keys and tensor names to leave out.
+
+    Raises:
+        ConfigError: see `ModelConfig.from_hf`.
+        ParamsError: missing, unknown or misshapen tensors, all listed.
+    """
+    params = {name: array for name, array in checkpoint.params.items() if name not in ignore}
+    if dtype is not None:
+        params = cast(params, dtype_name(dtype))
+    config = ModelConfig.from_hf(checkpoint.config, choose_dtype(params, dtype), ignore)
+    if config.num_layers > len(params):  # before anything is built for each layer that it claims
+        raise ParamsError(f"config has {config.num_layers} layers, but only {len(params)} tensors")
+    model = Model(config, drop_extras(config, params), checkpoint.tokenizer)
+    mx.eval(model.params)  # reading is lazy: a file replaced later must not change the model
+    return model
+
+
+def drop_extras(config: ModelConfig, params: Params) -> Params:
+    """Leave out tensors that are known to repeat what config or other tensors say.
+
+    Raises ParamsError if a tied `lm_head` differs from the embedding that it should repeat.
+    """
+    kept = {name: array for name, array in params.items() if not name.endswith(_BUFFERS)}
+    if not config.tie_word_embeddings:
+        return kept
+    for part in ("weight", "scales", "biases"):
+        head = kept.pop(f"lm_head.{part}", None)
+        if head is None:
+            continue
+        embedding = kept.get(f"model.embed_tokens.{part}")
+        if embedding is None or not mx.array_equal(head, embedding).item():
+            raise ParamsError(
+                f"lm_head.{part} differs from model.embed_tokens.{part}, but the config ties them; "
+                "set tie_word_embeddings to false in config.json to use it, "
+                f"or name lm_head.{part} in `ignore`"
+            )
+    return kept
