@@ -76,8 +76,10 @@ def check_state(spec: CacheSpec, state: Mapping[str, mx.array]) -> CacheState:
 
 
 def state_size(state: Mapping[str, mx.array]) -> tuple[int, int]:
-    """Batch and capacity of a state."""
-    array = next(array for name, array in state.items() if name != "lengths")
+    """Batch and capacity of a state. Raises CacheError where an array has other axes."""
+    name, array = next(item for item in state.items() if item[0] != "lengths")
+    if array.ndim != 4:
+        raise CacheError(f"cache {name}: expected [B, heads, S, width], got {list(array.shape)}")
     return array.shape[0], array.shape[2]
 
 
@@ -139,8 +141,9 @@ class Placement(NamedTuple):
         back: int32 `[B, T]`, caller's index -> packed index; None when T = 1.
         real: bool `[B, T]`, packed.
         slots: int32 `[B, T]`, where each packed token is written (S - 1 for padding).
-        mask: bool `[B, 1, T, S]`, packed; padding sees only the scratch slot.
-        positions: int32 `[B, T]` packed, or None where position = `offset` + packed index.
+        mask: bool `[B, 1, T, S]`, packed; what sees nothing sees the slot it writes.
+        positions: int32 `[B, T]` packed, 0 for padding; None where position = `offset` + packed
+            index.
         offset: int32 `[B]`, lengths before the call.
         lengths: int32 `[B]`, lengths after the call.
     """
@@ -177,6 +180,8 @@ def place(mask: mx.array, lengths: mx.array, positions: mx.array | None = None) 
         if positions is not None:
             positions = mx.take_along_axis(positions, order, axis=1)
         real = step < count[:, None]
+    if positions is not None:
+        positions = mx.where(real, positions, 0)  # rope may depend on the largest of a row
     column = mx.arange(capacity, dtype=mx.int32)
     # An array, not a number: compilers bake numbers into kernels, and each capacity would be one.
     scratch = column[-1]
@@ -185,13 +190,15 @@ def place(mask: mx.array, lengths: mx.array, positions: mx.array | None = None) 
     written = column < mx.minimum(after, scratch)[:, None, None, None]
     visible = mask & written
     blind = mx.logical_not(mx.any(visible, axis=-1, keepdims=True))
+    slots = mx.where(real & (slot < scratch), slot, scratch)
     return Placement(
         order=order,
         back=back,
         real=real,
-        slots=mx.where(real & (slot < scratch), slot, scratch),
-        # A row that sees nothing would average every slot, unused ones included.
-        mask=visible | (blind & (column == scratch)),
+        slots=slots,
+        # A row that sees nothing would average every slot, unused ones included. Only the slot
+        # that it writes itself surely holds nothing older: scratch, if it is padding.
+        mask=visible | (blind & (column == slots[:, None, :, None])),
         positions=positions,
         offset=lengths,
         lengths=after,
