@@ -39,6 +39,7 @@ _SYSTEM = (
     "libmkl_rt.so.3", "libmkl_rt.so.2", "libmkl_rt.so",
     "libblis.so.4", "libblis.so",
 )  # fmt: skip
+_WIDE = "is built for 64-bit integers; MLX needs 32-bit ones"
 _ADVICE = (
     "Install one: `pip install scipy-openblas32` (needs a C compiler once) "
     "or `apt-get install libopenblas0-pthread`"
@@ -62,7 +63,7 @@ class Blas:
 class _Kind(NamedTuple):
     name: str
     version: str
-    wide: bool  # 64-bit integers in its interface: MLX passes 32-bit ones
+    problem: str = ""  # why MLX cannot use it
 
 
 @functools.cache
@@ -101,7 +102,7 @@ def load() -> Blas:
 def describe() -> str:
     """Say in one line which BLAS is in use, e.g. `OpenBLAS 0.3.30 (scipy-openblas32)`."""
     chosen = load()
-    text = " ".join(part for part in (chosen.name, chosen.version) if part)
+    text = f"{chosen.name} {chosen.version}".rstrip()
     bound = active()
     if bound is not None and chosen.path is not None and bound != chosen.path.resolve():
         return f"{bound.name} (MLX does not use {text} from {chosen.source})"
@@ -136,11 +137,6 @@ def _find_mlx() -> Path | None:
 
 
 def _load_requested(request: str, needed: list[str]) -> Blas:
-    if request == "scipy":
-        try:
-            return _load_scipy(needed)
-        except (BlasError, shim.ShimError) as error:
-            raise BlasError(f"{_VARIABLE}=scipy: {error}") from error
     if request == "system":
         found = _load_system(needed)
         if found is None:
@@ -149,19 +145,18 @@ def _load_requested(request: str, needed: list[str]) -> Blas:
                 f"(tried {', '.join(_SYSTEM)})"
             )
         return found
-    file = Path(request).expanduser().resolve()
-    if not file.is_file():
-        raise BlasError(
-            f"{_VARIABLE}={request}: no such file. Give the path of a BLAS library, or one of "
-            "`system`, `scipy`, `none`."
-        )
     try:
-        return _load_file(file, needed)
+        return _load_scipy(needed) if request == "scipy" else _load_file(Path(request), needed)
     except (BlasError, shim.ShimError) as error:
         raise BlasError(f"{_VARIABLE}={request}: {error}") from error
 
 
 def _load_file(file: Path, needed: list[str]) -> Blas:
+    file = file.expanduser().resolve()
+    if not file.is_file():
+        raise BlasError(
+            "no such file. Give the path of a BLAS library, or one of `system`, `scipy`, `none`"
+        )
     try:
         library = ctypes.CDLL(str(file))
     except OSError as error:
@@ -170,12 +165,10 @@ def _load_file(file: Path, needed: list[str]) -> Blas:
     missing = [name for name in _REQUIRED if not hasattr(library, prefix + name)]
     if missing:
         raise BlasError(f"this library does not define {', '.join(missing)}")
-    kind = _identify(library, prefix) or _Kind(file.name, "", wide=False)
-    if kind.wide:
-        raise BlasError(
-            f"{kind.name} {kind.version} is built for 64-bit integers; MLX needs 32-bit ones"
-        )
-    _expose(file, library, prefix, kind, needed)
+    kind = _identify(library, prefix) or _Kind(file.name, "")
+    if kind.problem:
+        raise BlasError(" ".join(filter(None, kind)))
+    file = _expose(file, library, prefix, kind, needed)
     return Blas(kind.name, kind.version, file, "env")
 
 
@@ -186,9 +179,9 @@ def _load_system(needed: list[str]) -> Blas | None:
             if library is None or not all(hasattr(library, function) for function in _REQUIRED):
                 continue
             kind = _identify(library)
-            if kind is not None and not kind.wide:
+            if kind is not None and not kind.problem:
                 file = elf.find_file(_get_address(library, _REQUIRED[0])) or Path(place)
-                _expose(file, library, "", kind, needed)
+                file = _expose(file, library, "", kind, needed)
                 return Blas(kind.name, kind.version, file, "system")
     return None
 
@@ -197,13 +190,17 @@ def _load_scipy(needed: list[str]) -> Blas:
     spec = importlib.util.find_spec("scipy_openblas32")
     for folder in (spec and spec.submodule_search_locations) or ():
         for file in sorted(Path(folder, "lib").glob("libscipy_openblas*.so*")):
-            found = _load_file(file.resolve(), needed)
+            found = _load_file(file, needed)
             return Blas(found.name, found.version, found.path, "scipy-openblas32")
     raise BlasError("the package scipy-openblas32 is not installed")
 
 
-def _expose(file: Path, library: ctypes.CDLL, prefix: str, kind: _Kind, needed: list[str]) -> None:
-    """Put a library that is loaded locally before MLX's own; an OpenBLAS by way of the shim."""
+def _expose(file: Path, library: ctypes.CDLL, prefix: str, kind: _Kind, needed: list[str]) -> Path:
+    """Put a library that is loaded locally before MLX's own; an OpenBLAS by way of the shim.
+
+    Returns:
+        The file that serves `cblas_sgemm` from now on: MKL's is behind the one that was opened.
+    """
     if prefix or kind.name == "OpenBLAS":
         names = [name for name in (*needed, "cblas_sgemv") if hasattr(library, prefix + name)]
         try:
@@ -215,8 +212,9 @@ def _expose(file: Path, library: ctypes.CDLL, prefix: str, kind: _Kind, needed: 
                 raise
         else:
             _shimmed[shim_file.resolve()] = file
-            return
+            return file
     ctypes.CDLL(str(file), mode=ctypes.RTLD_GLOBAL)
+    return elf.find_file(_get_address(ctypes.CDLL(None), _REQUIRED[0])) or file
 
 
 def _accept_present(request: str) -> Blas:
@@ -229,7 +227,7 @@ def _accept_present(request: str) -> Blas:
             f"counts. Unset {_VARIABLE}, or import funcrt before what loads that (see LD_PRELOAD)."
         )
     kind = _identify(scope)
-    if kind is None or kind.wide:
+    if kind is None or kind.problem:
         return _warn_reference(f"this process has already loaded {file}, and the first one counts")
     return Blas(kind.name, kind.version, file, "system")
 
@@ -259,19 +257,34 @@ def _identify(library: ctypes.CDLL, prefix: str = "") -> _Kind | None:
         get_config = library[f"{prefix}openblas_get_config"]
         get_config.restype = ctypes.c_char_p
         words = get_config().decode().split()  # "OpenBLAS 0.3.21 NO_LAPACKE DYNAMIC_ARCH ..."
-        return _Kind("OpenBLAS", words[1] if len(words) > 1 else "", "USE64BITINT" in words)
+        return _Kind("OpenBLAS", words[1], _WIDE if "USE64BITINT" in words else "")
     if hasattr(library, "mkl_get_version_string"):
+        problem = _find_mkl_problem(library)
+        if problem:
+            return _Kind("MKL", "", problem)
         text = ctypes.create_string_buffer(200)
         library.mkl_get_version_string(text, len(text))
-        words = text.value.decode().split()
-        version = next((word for word in words if word[0].isdigit()), "")
-        return _Kind("MKL", version, "ILP64" in os.environ.get("MKL_INTERFACE_LAYER", "").upper())
+        words = text.value.decode().split()  # "... Library Version 2026.2-Product Build ..."
+        version = next((word for word in words if word[0].isdigit()), "").partition("-")[0]
+        return _Kind("MKL", version)
     if hasattr(library, "bli_info_get_version_str"):
         library.bli_info_get_version_str.restype = ctypes.c_char_p
         library.bli_info_get_blas_int_type_size.restype = ctypes.c_int64
         version = library.bli_info_get_version_str().decode()
-        return _Kind("BLIS", version, library.bli_info_get_blas_int_type_size() != 32)
+        wide = library.bli_info_get_blas_int_type_size() != 32
+        return _Kind("BLIS", version, _WIDE if wide else "")
     return None
+
+
+def _find_mkl_problem(mkl: ctypes.CDLL) -> str:
+    """Look before MKL's first call, which ends the process or puts its layers before all else."""
+    if "ILP64" in os.environ.get("MKL_INTERFACE_LAYER", "").upper():
+        return _WIDE
+    file = elf.find_file(_get_address(mkl, "mkl_get_version_string"))
+    places = ["libiomp5.so", *([str(file.with_name("libiomp5.so"))] if file else [])]
+    if "MKL_THREADING_LAYER" in os.environ or any(map(_open, places)):
+        return ""
+    return "finds no libiomp5.so, its thread library (package intel-openmp)"
 
 
 def _open(place: str) -> ctypes.CDLL | None:
