@@ -16,7 +16,8 @@ ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu")
 _USED = {
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
     "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "hidden_act",
-    "max_position_embeddings", "original_max_position_embeddings", "attention_bias", "mlp_bias", "tie_word_embeddings",
+    "max_position_embeddings", "original_max_position_embeddings", "attention_bias", "mlp_bias",
+    "tie_word_embeddings",
     "rope_theta", "rope_scaling", "rope_parameters", "quantization", "quantization_config",
 }  # fmt: skip
 
@@ -171,11 +172,16 @@ class ModelConfig:
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.model_type, str):
+            raise ConfigError(f"config model_type: expected a string, got {self.model_type!r}")
+        if not math.isfinite(self.norm_eps) or self.norm_eps < 0:
+            raise ConfigError(f"config rms_norm_eps: expected a number, got {self.norm_eps!r}")
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads",
                      "num_kv_heads", "head_dim", "max_positions"):  # fmt: skip
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"config {name}: expected a positive integer, got {value!r}")
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if not whole or not 0 < value < 1 << 31:
+                raise ConfigError(f"config {name}: expected a positive int32, got {value!r}")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_attention_heads ({self.num_heads}) must be a multiple of "
@@ -205,7 +211,15 @@ class ModelConfig:
             ConfigError: a required key is absent, or a key that may change the result is unknown
                 or holds a value that is not implemented.
         """
-        hf = {key: value for key, value in hf.items() if key not in ignore}
+        try:
+            return cls._read({key: value for key, value in hf.items() if key not in ignore}, dtype)
+        except ConfigError:
+            raise
+        except (TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise ConfigError(f"config.json holds a value of a wrong type: {error}") from None
+
+    @classmethod
+    def _read(cls, hf: Mapping[str, Any], dtype: str) -> ModelConfig:
         _check_keys(hf)
         heads = _required(hf, "num_attention_heads")
         hidden = _required(hf, "hidden_size")
