@@ -215,7 +215,7 @@ class ModelConfig:
             return cls._read({key: value for key, value in hf.items() if key not in ignore}, dtype)
         except ConfigError:
             raise
-        except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise ConfigError(f"config.json holds a value of a wrong type: {error}") from None
 
     @classmethod
