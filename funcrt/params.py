@@ -22,6 +22,7 @@ Fusions = dict[str, tuple[str, ...]]
 
 FLOATS = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 AFFINE_BITS = (2, 3, 4, 5, 6, 8)
+GROUP_SIZES = (32, 64, 128)  # what MLX's packed products take
 _PARTS = ("weight", "scales", "biases", "bias")
 
 
@@ -104,8 +105,12 @@ def _check_quantized(
         return [
             f"{base}.weight: expected packed uint32 for {shape}, got {weight.shape} {weight.dtype}"
         ]
-    if list(scales.shape[:-1]) != rows or biases.shape != scales.shape or inputs % scales.shape[-1]:
-        return [f"{base}: scales {scales.shape} and biases {biases.shape} do not fit {shape}"]
+    fitting = [(*rows, inputs // size) for size in GROUP_SIZES if inputs % size == 0]
+    if scales.shape not in fitting or biases.shape != scales.shape:
+        return [
+            f"{base}: scales {scales.shape} and biases {biases.shape} do not fit {shape} "
+            f"in groups of {', '.join(map(str, GROUP_SIZES))}"
+        ]
     if scales.dtype not in FLOATS.values() or biases.dtype != scales.dtype:
         return [f"{base}: scales and biases must share a float dtype"]
     bits, left = divmod(weight.shape[-1] * 32, inputs)
