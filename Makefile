@@ -24,11 +24,15 @@ help:  ## list these targets
 demo: $(VENV)/.installed  ## fetch a small model, convert, export, and chat with it in a new process
 	@$(BIN)/funcrt demo
 
+# One BLAS thread: on tiny models more of them only wait for each other. One process: MLX writes the
+# kernels that it compiles to one shared folder, not atomically.
+PYTEST := OPENBLAS_NUM_THREADS=$${OPENBLAS_NUM_THREADS:-1} $(BIN)/python -m pytest -q
+
 test: $(VENV)/.installed  ## the tests (minutes)
-	@$(BIN)/python -m pytest -q
+	@$(PYTEST)
 
 test-long: $(VENV)/.installed  ## the slow tests
-	@$(BIN)/python -m pytest -q -m long
+	@$(PYTEST) -m long
 
 lint: $(VENV)/.installed  ## formatting, ruff, mypy --strict
 	@$(BIN)/ruff format --check .
