@@ -6,13 +6,14 @@ import functools
 import os
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from typing import Annotated, Any, NoReturn
-
-import typer
 
 from funcrt._version import __version__
 from funcrt.cli import bundles, demo, generate, terminal
 from funcrt.errors import FuncrtError
+
+import typer
 
 
 def _guarded(command: Callable[..., None]) -> Callable[..., None]:
@@ -62,10 +63,8 @@ def _main(
 ) -> None:
     """Language models as pure functions on MLX: convert, export, generate."""
     if version:
-        import mlx.core as mx
-
-        facts = {"funcrt": __version__, "mlx": mx.__version__}
-        terminal.emit(facts, json_, f"funcrt {__version__} (mlx {mx.__version__})")
+        facts = {"funcrt": __version__, "mlx": metadata.version("mlx")}
+        terminal.emit(facts, json_, f"funcrt {__version__} (mlx {facts['mlx']})")
         raise typer.Exit
 
 

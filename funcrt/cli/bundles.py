@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated
-
-import typer
+from typing import TYPE_CHECKING, Annotated, Any
 
 from funcrt.buckets import BucketPlan
 from funcrt.cli import options as o
 from funcrt.cli import sources, terminal
 from funcrt.errors import InputError
+
+import typer
+
+if TYPE_CHECKING:
+    from funcrt.bundle import Bundle
+    from funcrt.bundle.manifest import ArraySpec
+    from funcrt.model import Model
 
 
 def convert(
@@ -20,7 +26,7 @@ def convert(
     with terminal.timed(f"Converting {source}") as clock:
         model = sources.load_checkpoint(source, dtype)
         model.save(target)
-    facts = {
+    facts: dict[str, Any] = {
         "folder": str(target),
         "model_type": model.config.model_type,
         "layers": model.config.num_layers,
@@ -48,9 +54,101 @@ def export(
         raise typer.BadParameter(str(error)) from None
     with terminal.timed(f"Loading {source}"):
         model = sources.load_checkpoint(source, dtype)
-    export_with_progress(model, out, plan, json_)
+    facts = export_facts(export_with_progress(model, out, plan))
+    text = (
+        f"{out}: {len(facts['functions'])} functions, {terminal.size(facts['bytes'])}, "
+        f"in {facts['seconds']:.1f} s, {facts['verify_seconds']:.1f} s of it to verify them; "
+        f"largest difference imported/eager {facts['imported_to_eager']:.1e}"
+    )
+    terminal.emit(facts, json_, text)
 
 
-def inspect() -> None: ...
-def verify() -> None: ...
-def export_with_progress(*a): ...
+def inspect(bundle: o.BundleFolder, json_: o.Json = False) -> None:
+    """List what a bundle holds."""
+    from funcrt.bundle import load_manifest
+    from funcrt.bundle.records import encode
+
+    manifest = load_manifest(bundle)
+    plan = manifest.plan
+    total = sum(entry.size for entry in manifest.files.values())
+    if json_:
+        terminal.emit(encode(manifest), json_, "")
+        return
+    terminal.show(
+        f"{bundle}: {manifest.model['model_type']}, {manifest.model['num_layers']} layers, "
+        f"vocabulary {manifest.vocab_size}, {manifest.dtype}, {terminal.size(total)}\n"
+        f"made by funcrt {manifest.producer['funcrt']} and mlx {manifest.producer['mlx']} "
+        f"for {', '.join(manifest.device_classes)}\n"
+        f"plan: batch {_listed(plan.batch)}; tokens {_listed(plan.tokens)}; "
+        f"capacity {_listed(plan.capacity)}"
+    )
+    terminal.table(
+        "Functions (after the params; cache state last)",
+        ("function", "device", "inputs", "outputs", "bytes"),
+        [
+            (entry.key, entry.device, _arrays(entry.inputs), _arrays(entry.outputs),
+             terminal.size(manifest.files[entry.file].size))
+            for entry in manifest.functions
+        ],
+    )  # fmt: skip
+
+
+def verify(bundle: o.BundleFolder, json_: o.Json = False) -> None:
+    """Check every function of a bundle on this machine; exit code 1 if one fails."""
+    from funcrt.bundle import verify as run
+    from funcrt.bundle.verifier import to_json
+
+    with terminal.progress(f"Verifying {bundle}") as tick:
+        checks = run(bundle, tick)
+    failed = sum(not check.passed for check in checks)
+    if json_:
+        facts = {"passed": not failed, "checks": [to_json(check) for check in checks]}
+        terminal.emit(facts, json_, "")
+    else:
+        terminal.table(
+            str(bundle),
+            ("function", "check", "measured", "allowed", ""),
+            [
+                (check.function, check.check, f"{check.measured:.3g}", f"{check.allowed:.3g}",
+                 ("ok " if check.passed else "FAILED ") + check.note)
+                for check in checks
+            ],
+        )  # fmt: skip
+        terminal.show(f"{len(checks) - failed} of {len(checks)} checks passed")
+    if failed:
+        raise typer.Exit(1)
+
+
+def export_with_progress(model: Model, out: Path, plan: BucketPlan) -> Bundle:
+    """Export behind a progress bar."""
+    from funcrt.bundle import export as run
+
+    with terminal.progress(f"Exporting {out.name}") as tick:
+        return run(model, out, plan, tick)
+
+
+def export_facts(bundle: Bundle) -> dict[str, Any]:
+    """What an export took and proved."""
+    report = bundle.manifest.report
+    functions = report.functions if report else ()
+    return {
+        "folder": str(bundle.folder),
+        "bytes": sum(entry.size for entry in bundle.manifest.files.values()),
+        "seconds": report.seconds if report else None,
+        "verify_seconds": report.verify_seconds if report else None,
+        "functions": {f.function: {"seconds": f.seconds, "bytes": f.bytes} for f in functions},
+        "compiled_to_eager": _largest(f.compiled for f in functions),
+        "imported_to_eager": _largest(f.imported for f in functions),
+    }
+
+
+def _largest(errors: Iterable[float | None]) -> float | None:
+    return max((error for error in errors if error is not None), default=None)
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def _arrays(specs: Sequence[ArraySpec]) -> str:
+    return ", ".join(f"{spec.name} {spec.dtype}{list(spec.shape)}" for spec in specs) or "-"

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from funcrt.cli import options as o
 from funcrt.cli import sources, terminal
+
+import typer
 
 if TYPE_CHECKING:
     from funcrt.engine import Engine

@@ -61,6 +61,11 @@ def emit(facts: Mapping[str, Any], as_json: bool, text: str, err: bool = False) 
         print(text, file=sys.stderr if err else sys.stdout, flush=True)
 
 
+def show(text: str) -> None:
+    """Print text."""
+    print(text, flush=True)
+
+
 def size(count: float) -> str:
     """Bytes for people: `98.4 MB`."""
     for unit in ("B", "kB", "MB"):
@@ -76,8 +81,8 @@ def folder_bytes(folder: Path) -> int:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table; numbers are expected as text."""
-    grid = Table(title=title, box=rich.box.SIMPLE, title_justify="left")
+    """Print a table; cells are text, and columns without any name get no header."""
+    grid = Table(title=title, box=rich.box.SIMPLE, title_justify="left", show_header=any(columns))
     for i, column in enumerate(columns):
         grid.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
     for row in rows:
