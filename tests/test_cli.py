@@ -1,0 +1,208 @@
+"""The commands as a person runs them: output, exit codes, one-line errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from funcrt._version import __version__
+from funcrt.model import Model
+from funcrt.text import Tokenizer
+from tests.helpers import TINY, make_params
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
+CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+
+
+def run(
+    *arguments: str | Path, text: str = "", **variables: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "funcrt", *map(str, arguments)],
+        input=text, capture_output=True, text=True, check=False, env={**os.environ, **variables},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder with a tokenizer whose tokens are printable characters."""
+    vocabulary = {chr(33 + i): i for i in range(TINY.vocab_size - 2)} | {"Ġ": 94, "<eos>": 95}
+    backend = Backend(models.BPE(vocabulary, [], unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(backend, {"eos_token": "<eos>"}, CHAT, (95,))
+    path = tmp_path_factory.mktemp("cli") / "tiny model"
+    Model(TINY, make_params(TINY), tokenizer).save(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def bundle(folder: Path) -> Path:
+    out = folder.parent / "tiny.funcrt"
+    done = run(
+        "export", folder, out, "--batch", "1", "--tokens", "16", "--capacity", "64", "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["folder"] == str(out)
+    assert facts["imported_to_eager"] <= 2e-5
+    assert set(facts["functions"]) >= {"prepare", "prefill_b1_t16_s64", "decode_b1_t1_s64"}
+    return out
+
+
+def test_version() -> None:
+    assert run("--version").stdout.startswith(f"funcrt {__version__} (mlx ")
+    assert set(json.loads(run("--version", "--json").stdout)) == {"funcrt", "mlx"}
+
+
+def test_generate_is_the_same_from_a_bundle_and_a_folder(folder: Path, bundle: Path) -> None:
+    options = ("--prompt", "Hello", "--max-tokens", "6", "--json")
+    mine, theirs = (
+        json.loads(run("generate", place, *options).stdout) for place in (folder, bundle)
+    )
+    assert mine["tokens"] == theirs["tokens"]
+    assert mine["prompt_tokens"] == len("<user>Hello<assistant>")
+    assert mine["generation_tokens"] == len(mine["tokens"]) <= 6
+    assert mine["finish_reason"] in ("length", "stop")
+
+
+def test_generate_streams_text_and_reports_beside_it(bundle: Path) -> None:
+    done = run("generate", bundle, "--prompt", "-", "--raw", "--max-tokens", "3", text="abc")
+    facts = json.loads(
+        run("generate", bundle, "--prompt", "abc", "--raw", "--max-tokens", "3", "--json").stdout
+    )
+    assert done.stdout == facts["text"] + "\n"
+    assert facts["prompt_tokens"] == 3
+    for line in ("Prompt: 3 tokens, ", "Generation: ", "Peak memory: "):
+        assert line in done.stderr
+
+
+def test_sampling_options_reach_the_model(bundle: Path) -> None:
+    def tokens(*options: str) -> list[int]:
+        command = ("generate", bundle, "--prompt", "abc", "--max-tokens", "12", "--json", *options)
+        return list(json.loads(run(*command).stdout)["tokens"])
+
+    hot = tokens("--temp", "5", "--seed", "1")
+    assert hot == tokens("--temp", "5", "--seed", "1")
+    assert hot != tokens("--temp", "5", "--seed", "2")
+    greedy = tokens()
+    assert greedy == tokens("--temp", "5", "--top-k", "1")
+    assert greedy == tokens("--temp", "5", "--top-p", "0.000001")
+    assert greedy == tokens("--temp", "5", "--min-p", "1")
+
+
+def test_stop_and_system_prompt(bundle: Path) -> None:
+    command = ("generate", bundle, "--prompt", "abc", "--max-tokens", "8", "--json")
+    facts = json.loads(run(*command).stdout)
+    last = facts["text"][3]
+    cut = json.loads(run(*command, "--stop", last).stdout)
+    assert cut["text"] == facts["text"][: facts["text"].index(last)]
+    assert cut["finish_reason"] == "stop"
+    with_system = json.loads(run(*command, "--system-prompt", "be").stdout)
+    assert with_system["prompt_tokens"] == facts["prompt_tokens"] + len("<system>be")
+
+
+def test_chat_remembers_the_conversation(bundle: Path) -> None:
+    done = run("chat", bundle, "--max-tokens", "2", "--json", text="Hi\nAgain\n\nnever read\n")
+    first, second = (json.loads(line) for line in done.stdout.splitlines())
+    assert first["prompt_tokens"] == len("<user>Hi<assistant>")
+    said = len("<user>Hi") + len("<assistant>") + len(first["text"])
+    assert second["prompt_tokens"] == said + len("<user>Again<assistant>")
+    assert done.returncode == 0
+
+
+def test_convert_writes_what_export_reads(folder: Path, tmp_path: Path) -> None:
+    done = run("convert", folder, tmp_path / "half", "--dtype", "bfloat16", "--json")
+    assert json.loads(done.stdout)["bytes"] > 0, done.stderr
+    again = run("convert", tmp_path / "half", tmp_path / "again")
+    assert again.returncode == 0
+    assert "again: " in again.stdout
+    halves = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("half", "again")]
+    assert halves[0] == halves[1] < (folder / "model.safetensors").stat().st_size
+
+
+def test_inspect_and_verify(bundle: Path) -> None:
+    assert "decode_greedy_b1_t1_s64" in "".join(
+        run("inspect", bundle, COLUMNS="200").stdout.split("\n")
+    )
+    assert json.loads(run("inspect", bundle, "--json").stdout)["plan"]["capacity"] == [64]
+    done = run("verify", bundle, "--json")
+    verdict = json.loads(done.stdout)
+    assert done.returncode == 0
+    assert verdict["passed"] is True
+    assert {check["check"] for check in verdict["checks"]} == {"error", "tokens", "lengths"}
+    assert "checks passed" in run("verify", bundle).stdout
+
+
+def test_a_damaged_bundle_is_one_line(bundle: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.funcrt"
+    broken.mkdir()
+    (broken / "manifest.json").write_bytes((bundle / "manifest.json").read_bytes())
+    for command in (("verify",), ("inspect",), ("generate", "--prompt", "a")):
+        done = run(command[0], broken, *command[1:])
+        assert done.returncode == 1
+        assert done.stderr.startswith("error: ")
+        assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("generate", "/nowhere/at/all", "--prompt", "a"), 1, "neither an existing file"),
+        (("generate", "owner/name", "--prompt", "a"), 1, "HF_HUB_OFFLINE"),
+        (("convert", "/nowhere/at/all", "out"), 1, "neither an existing file"),
+        (("verify", "/nowhere/at/all"), 1, "not a folder"),
+        (("generate",), 2, "Missing argument"),
+        (("generate", "x", "--prompt", "a", "--temp", "-1"), 2, "--temp"),
+        (("generate", "x", "--prompt", "a", "--max-tokens", "0"), 2, "--max-tokens"),
+        (("export", "x", "y", "--batch", "1,two"), 2, "separated by commas"),
+        (("export", "x", "y", "--capacity", "1"), 2, "capacity"),
+        (("unknown",), 2, "No such command"),
+    ],
+)
+def test_errors_are_one_line_and_wrong_usage_is_two(
+    arguments: tuple[str, ...], code: int, words: str
+) -> None:
+    done = run(*arguments, HF_HUB_OFFLINE="1", COLUMNS="200")
+    assert done.returncode == code, done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert code == 2 or len(done.stderr.splitlines()) == 1
+
+
+def test_prompts_that_cannot_run(bundle: Path) -> None:
+    too_long = run("generate", bundle, "--prompt", "a" * 100, "--raw")
+    assert (too_long.returncode, too_long.stderr) == (
+        1,
+        "error: prompt has 100 tokens, largest capacity is 63: "
+        "export a larger one (--capacity 128)\n",
+    )
+    empty = run("generate", bundle, "--prompt", "", "--raw")
+    assert empty.returncode == 1
+    assert "empty" in empty.stderr
+    fixed = run("generate", bundle, "--prompt", "a", "--dtype", "float16")
+    assert fixed.returncode == 1
+    assert "--dtype" in fixed.stderr
+
+
+def test_ctrl_c_is_clean(bundle: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "funcrt", "chat", str(bundle)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.read(3) == ">> "
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert said.strip().splitlines()[-1] == "interrupted"
+    assert "Traceback" not in said
