@@ -109,7 +109,7 @@ def as_tokens(tokens: Tokens, vocab_size: int) -> mx.array:
     else:
         try:
             ids = mx.array(list(tokens))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RuntimeError) as error:
             raise InputError(
                 f"tokens: expected ids as [B, T] with rows of one length ({error}); "
                 "pad shorter rows and pass the padding mask"

@@ -21,7 +21,7 @@ def load_json(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         raise SourceError(f"{path} does not exist") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SourceError(f"cannot read {path}: {error}") from None
     if not isinstance(data, dict):
         raise SourceError(f"{path}: expected a JSON object, got {type(data).__name__}")
@@ -68,7 +68,7 @@ def check_safetensors(path: Path) -> None:
             header = json.loads(file.read(length))
     except FileNotFoundError:
         raise SourceError(f"{path} does not exist") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SourceError(f"{path}: not a readable safetensors file: {error}") from None
     room = size - 8 - length
     if not isinstance(header, dict):
