@@ -30,6 +30,7 @@ class Compiled:
         plan: the declared buckets.
         vocab_size: V.
         dtype: of the logits.
+        eager: run without `mx.compile`, which is what compiled results are compared with.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Compiled:
         plan: BucketPlan,
         vocab_size: int,
         dtype: str,
+        eager: bool = False,
     ) -> None:
         self.plan = plan
         self.cache_spec = cache_spec
@@ -48,6 +50,7 @@ class Compiled:
         self.dtype = dtype
         self.traces: Counter[str] = Counter()
         self._source = source
+        self._eager = eager
         self._params = list(params)
         self._callables: dict[tuple[str, Bucket], Callable[..., Sequence[mx.array]]] = {}
 
@@ -133,7 +136,7 @@ class Compiled:
                 self.traces[f"{name}_{bucket}"] += 1
                 return function(*params, *inputs)
 
-            self._callables[key] = mx.compile(traced)
+            self._callables[key] = traced if self._eager else mx.compile(traced)
         return self._callables[key]
 
     def _check_declared(self, name: str, bucket: Bucket) -> None:

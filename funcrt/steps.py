@@ -35,6 +35,12 @@ _SHAPES: dict[str, tuple[str, str]] = {
     "min_p": ("B", "float32"),
     "seed": ("B", "uint32"),
 }
+_OUTPUT_SHAPES: dict[str, tuple[str, str]] = {
+    "logits": ("BV", "float"),  # of the last real token; `forward` gives them for all
+    "tokens": ("B", "int32"),
+    "logprobs": ("B", "float32"),
+    "finite": ("B", "bool"),
+}
 
 
 @dataclass(frozen=True)
@@ -161,7 +167,22 @@ def input_shape(
     name: str, bucket: Bucket, vocab_size: int, dtype: str
 ) -> tuple[tuple[int, ...], mx.Dtype]:
     """Shape and dtype of the step input `name` in `bucket`; `dtype` is that of the logits."""
-    axes, kind = _SHAPES[name]
+    return _measure(_SHAPES[name], bucket, vocab_size, dtype)
+
+
+def output_shape(
+    step: Step, name: str, bucket: Bucket, vocab_size: int, dtype: str
+) -> tuple[tuple[int, ...], mx.Dtype]:
+    """Shape and dtype of the output `name` of `step` in `bucket`."""
+    if name == "logits" and step.name == "forward":
+        return _measure(("BTV", "float"), bucket, vocab_size, dtype)
+    return _measure(_OUTPUT_SHAPES[name], bucket, vocab_size, dtype)
+
+
+def _measure(
+    form: tuple[str, str], bucket: Bucket, vocab_size: int, dtype: str
+) -> tuple[tuple[int, ...], mx.Dtype]:
+    axes, kind = form
     sizes = {"B": bucket.batch, "T": bucket.tokens, "S": bucket.capacity, "V": vocab_size, "1": 1}
     kinds = {"int32": mx.int32, "uint32": mx.uint32, "bool": mx.bool_, "float32": mx.float32}
     return tuple(sizes[axis] for axis in axes), FLOATS[dtype] if kind == "float" else kinds[kind]
