@@ -177,6 +177,8 @@ class Engine:
             if self.model.tokenizer is None:
                 raise TextError("a text prompt needs a tokenizer; this model has none: pass ids")
             ids = list(self.model.tokenizer.encode(prompt))
+        elif not isinstance(prompt, Iterable):
+            raise InputError(f"prompt {index}: expected text or a list of ids, got {prompt!r}")
         else:
             ids = [_id(token, index) for token in prompt]
         if not ids:
@@ -371,7 +373,8 @@ def _id(token: Any, index: int) -> int:
 
 
 def _per_prompt(name: str, value: Any, count: int) -> list[Any]:
-    values = list(value) if isinstance(value, (list, tuple)) else [value] * count
+    is_one = isinstance(value, str) or not isinstance(value, Iterable)
+    values = [value] * count if is_one else list(value)
     if len(values) != count:
         raise InputError(f"{name}: expected one value or {count}, got {len(values)}")
     return values
