@@ -1,0 +1,243 @@
+"""`logits, cache = model(tokens, mask, cache)`."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from funcrt import masks
+from funcrt.errors import CacheError, FuncrtError, InputError
+from tests.helpers import (
+    TINY,
+    TOLERANCE,
+    Array,
+    expand,
+    ids,
+    make_model,
+    oracle,
+    poison,
+    random_tokens,
+    relative_error,
+    run_plain,
+    to_numpy,
+)
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+model_of = cache(make_model)
+ROWS = [random_tokens(7, 1), random_tokens(4, 2), random_tokens(1, 3)]
+
+
+def plain(tokens: list[int]) -> Array:
+    return run_plain(model_of("float32"), tokens)[0]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return model_of("float32")
+
+
+@pytest.mark.parametrize("spelling", ["flat", "rows", "tuples", "array", "one axis"])
+def test_tokens_may_be_lists_or_arrays(model, spelling):
+    row = ROWS[0]
+    tokens = {
+        "flat": row,
+        "rows": [row],
+        "tuples": (tuple(row),),
+        "array": ids(row),
+        "one axis": ids(row)[0],
+    }[spelling]
+    logits, state = model(tokens)
+    assert logits.shape == (1, 7, TINY.vocab_size)
+    assert state["lengths"].tolist() == [7]
+    assert relative_error(logits[0], plain(row)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "uint32", "int64", "uint64"])
+def test_any_integer_dtype(model, dtype):
+    logits, _ = model(ids(ROWS[0]).astype(getattr(mx, dtype)))
+    assert relative_error(logits[0], plain(ROWS[0])) <= TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [mx.int16, mx.bool_, mx.float32, mx.uint8])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_masks(model, dtype, side):
+    lines, valid = [], []
+    for row in ROWS:
+        padding = 7 - len(row)
+        before, after = (padding, 0) if side == "left" else (0, padding)
+        lines.append([95] * before + row + [95] * after)
+        valid.append([0] * before + [1] * len(row) + [0] * after)
+    logits, state = model(lines, mx.array(valid).astype(dtype))
+    assert state["lengths"].tolist() == [7, 4, 1]
+    for row, real, out in zip(ROWS, valid, to_numpy(logits), strict=True):
+        assert relative_error(out[np.array(real, bool)], plain(row)) <= TOLERANCE
+
+
+def test_a_cache_goes_on_with_other_widths_and_masks(model):
+    first, state = model([ROWS[0], ROWS[1] + [0] * 3], mx.array([[1] * 7, [1] * 4 + [0] * 3]))
+    more = [random_tokens(3, 8), random_tokens(3, 9)]
+    second, state = model(more, None, state)
+    third, state = model([[5], [6]], mx.array([[0], [1]]), state)
+    assert state["lengths"].tolist() == [10, 8]
+    assert relative_error(second[0], plain(ROWS[0] + more[0])[7:]) <= TOLERANCE
+    assert relative_error(second[1], plain(ROWS[1] + more[1])[4:]) <= TOLERANCE
+    assert relative_error(third[1, 0], plain([*ROWS[1], *more[1], 6])[-1]) <= TOLERANCE
+    assert first.shape == (2, 7, 96)
+
+
+def test_a_growing_cache_equals_one_that_was_large_from_the_start(model):
+    tokens = random_tokens(530)
+    state, parts = None, []
+    large = model.init_cache(1, 1024)
+    for width in (200, 55, 1, 1, 254, 1, 18):
+        chunk = tokens[: len(parts) + width][len(parts) :]
+        logits, state = model(chunk, None, state if state is None else poison(state))
+        expected, large = model(chunk, None, large)
+        assert relative_error(logits, expected) <= TOLERANCE
+        parts += chunk
+    capacities = state["layers.0.keys"].shape[2], large["layers.0.keys"].shape[2]
+    assert capacities == (1024, 1024)
+    assert state["lengths"].tolist() == large["lengths"].tolist() == [530]
+    assert relative_error(logits[0], plain(tokens)[-18:]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("count", [255, 256, 511])
+def test_a_cache_has_room_beside_its_scratch_slot(model, count):
+    _, state = model([0] * count)
+    assert state["layers.0.keys"].shape[2] == (256 if count == 255 else 512)
+    _, grown = model([1], None, state)
+    assert grown["lengths"].tolist() == [count + 1]
+    assert grown["layers.0.keys"].shape[2] >= count + 2
+
+
+def test_padding_does_not_make_a_cache_grow(model):
+    _, state = model([0] * 255)
+    _, same = model([1, 2, 3], mx.zeros((1, 3)), state)
+    assert same["layers.0.keys"].shape[2] == 256
+    assert same["lengths"].tolist() == [255]
+
+
+def test_attention_masks_of_every_rank(model):
+    tokens = random_tokens(6)
+    visible = np.tril(np.ones((6, 6), int))
+    visible[:3, :3] = 1  # a prefix that sees itself both ways
+    visible[5, 2] = 0
+    expected = oracle(TINY, expand(model), tokens, visible=visible)
+    for shape in [(1, 1, 6, 6), (1, 6, 6)]:
+        mask = mx.array(visible).reshape(shape)
+        for converted in (mask, mask != 0, mask.astype(mx.int8)):
+            logits, state = model(tokens, converted)
+            assert relative_error(logits[0], expected) <= TOLERANCE
+    assert state["lengths"].tolist() == [6]
+    wide = mx.concatenate([mx.array(visible), mx.ones((6, 300), mx.int32)], axis=1)[None]
+    logits, state = model(tokens, wide)  # columns of slots that are never written
+    assert relative_error(logits[0], expected) <= TOLERANCE
+    assert state["layers.0.keys"].shape[2] >= 306
+
+
+def test_one_attention_mask_for_all_rows(model):
+    rows = [random_tokens(5, 1), random_tokens(5, 2)]
+    logits, _ = model(rows, mx.tril(mx.ones((1, 1, 5, 5))) != 0)
+    for row, out in zip(rows, logits, strict=True):
+        assert relative_error(out, plain(row)) <= TOLERANCE
+
+
+def test_an_attention_mask_pads_rows_and_grows_with_its_cache(model):
+    tokens = random_tokens(258)
+    _, state = model([tokens[:254]])
+    mask = masks.causal(mx.array([[1, 0, 1, 1, 1]]), state["lengths"], 256)
+    line = [tokens[254], 0, *tokens[255:]]
+    logits, state = model([line], mask, state)
+    assert state["layers.0.keys"].shape[2] == 512
+    assert state["lengths"].tolist() == [258]
+    # Tokens beyond slot 255 are not in the mask of 256 columns: it cannot show them.
+    expected = plain(tokens)
+    assert relative_error(logits[0, [0, 2]], expected[254:256]) <= TOLERANCE
+
+
+def test_fewer_rows_than_the_cache_has(model):
+    state = model.init_cache(3, 64)
+    logits, state = model([ROWS[0]], None, state)
+    assert logits.shape == (1, 7, 96)
+    assert state["lengths"].tolist() == [7, 0, 0]
+    assert relative_error(logits[0], plain(ROWS[0])) <= TOLERANCE
+    mask = masks.causal(mx.ones((2, 1)), state["lengths"][:2], 64)
+    logits, state = model([[1], [2]], mask, state)
+    assert state["lengths"].tolist() == [8, 1, 0]
+    assert relative_error(logits[0, 0], plain([*ROWS[0], 1])[-1]) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("tokens", "match"),
+    [
+        ([], "expected integers"),
+        ([[]], "expected integers"),
+        ([[1, 2], [3]], "pad shorter rows"),
+        ([1.5, 2.0], "expected integers"),
+        ([True, False], "expected integers"),
+        ([None], "tokens"),
+        (["a"], "tokens"),
+        ("abc", "tokens"),
+        (5, "tokens"),
+        ([1, [2]], "tokens"),
+        ([[[1]]], "expected integers"),
+        ([-1], "token id -1 is outside the vocabulary .0 to 95."),
+        ([0, 96], "token id 96"),
+        ([2**31], "token id 2147483648"),
+        ([2**40], "token id 1099511627776"),
+        ([2**70], "tokens"),
+        (mx.array(3), "expected integers"),
+        (mx.zeros((1, 0), mx.int32), "expected integers"),
+        (mx.zeros((1, 3)), "expected integers"),
+        (mx.array([2**32 - 1], dtype=mx.uint32), "token id 4294967295"),
+        (mx.array([-(2**63)], dtype=mx.int64), "token id -9223372036854775808"),
+        (mx.array([200], dtype=mx.uint8), "token id 200"),
+    ],
+)
+def test_tokens_that_cannot_be_used(model, tokens, match):
+    with pytest.raises(InputError, match=match):
+        model(tokens)
+
+
+def test_masks_that_do_not_fit(model):
+    tokens, state = ids([1, 2, 3], [4, 5, 6]), model.init_cache(2, 16)
+    for mask, match in [
+        (mx.ones((2, 2)), r"padding mask: expected \[2, 3\], got \[2, 2\]"),
+        (mx.ones((3, 2)), "padding mask"),
+        (mx.ones((1, 3)), "padding mask"),
+        (mx.ones((3,), mx.int32), "mask: expected"),
+        (mx.ones((3, 1, 3, 16), mx.int32), r"expected \[2, 1, 3, S\]"),
+        (mx.ones((2, 1, 2, 16), mx.int32), r"expected \[2, 1, 3, S\]"),
+        (mx.ones((2, 4, 3, 16), mx.int32), "mask: expected"),
+        (mx.ones((2, 1, 3, 15), mx.int32), "last axis is 15, the cache has 16"),
+        (mx.zeros((2, 1, 3, 16)), "expected bool or integers"),
+    ]:
+        with pytest.raises(InputError, match=match):
+            model(tokens, mask, state)
+
+
+def test_caches_that_do_not_fit(model):
+    with pytest.raises(InputError, match="2 rows, the cache has 1"):
+        model([[1], [2]], None, model.init_cache(1, 16))
+    with pytest.raises(CacheError, match="another model"):
+        model([1], None, {})
+    with pytest.raises(CacheError, match=r"layers\.0\.keys: expected float32"):
+        model([1], None, model_of("float16").init_cache(1, 16))
+    deep = make_model(num_layers=3)
+    with pytest.raises(CacheError, match="another model"):
+        model([1], None, deep.init_cache(1, 16))
+    for batch, capacity in [(0, 16), (1, 1)]:
+        with pytest.raises(FuncrtError):
+            model.init_cache(batch, capacity)
+
+
+@pytest.mark.parametrize("kind", ["float16", "bfloat16", "affine"])
+def test_other_kinds_of_weights(kind):
+    logits, state = model_of(kind)(ROWS[0])
+    expected, _ = run_plain(model_of(kind), ROWS[0])
+    assert logits.dtype == getattr(mx, "float32" if kind == "affine" else kind)
+    assert state["layers.0.keys"].dtype == logits.dtype
+    limits = {"float16": 1e-3, "bfloat16": 1e-2, "affine": TOLERANCE}
+    assert relative_error(logits[0], expected) <= limits[kind]
