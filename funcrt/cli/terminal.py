@@ -46,7 +46,8 @@ def progress(what: str) -> Iterator[Callable[[int, int, str], None]]:
     """A bar to report `(done, total, current item)` to."""
     bar = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        TextColumn("{task.fields[item]}"), console=_status, disable=not _status.is_terminal, transient=True,
+        TextColumn("{task.fields[item]}"), console=_status, transient=True,
+        disable=not _status.is_terminal,
     )  # fmt: skip
     with bar:
         task = bar.add_task(what, total=None, item="")
