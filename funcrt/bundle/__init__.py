@@ -1,0 +1,34 @@
+"""Bundles: an exported model that another process, in another language, runs without its code.
+
+What is loaded is imported on first use, so that loading never imports what exporting needs.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from funcrt.bundle.checks import load_manifest
+    from funcrt.bundle.exporter import export
+    from funcrt.bundle.loader import Bundle, load_bundle
+    from funcrt.bundle.manifest import Manifest
+    from funcrt.bundle.verifier import Check, verify
+
+_HOMES = {
+    "Bundle": "loader",
+    "Check": "verifier",
+    "Manifest": "manifest",
+    "export": "exporter",
+    "load_bundle": "loader",
+    "load_manifest": "checks",
+    "verify": "verifier",
+}
+
+__all__ = ["Bundle", "Check", "Manifest", "export", "load_bundle", "load_manifest", "verify"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"funcrt.bundle.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'funcrt.bundle' has no attribute {name!r}")

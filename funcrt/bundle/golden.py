@@ -1,0 +1,282 @@
+"""Recording golden calls: what the reference says, and how near the plain eager run comes to it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from random import Random
+from typing import NamedTuple
+
+from funcrt import sampling
+from funcrt.buckets import BucketPlan
+from funcrt.bundle.layout import Call, make_layout
+from funcrt.bundle.manifest import Golden, GoldenCall, GoldenCase
+from funcrt.bundle.reference import Reference, References
+from funcrt.bundle.replay import STORED_INPUTS, measure_error, observe_params, replay
+from funcrt.compiled import Compiled
+from funcrt.errors import BundleError
+from funcrt.model import Model
+from funcrt.params import FLOATS
+from funcrt.steps import STEPS
+
+import mlx.core as mx
+
+FILE = "golden.safetensors"
+
+_MOST_SPOTS = 256  # rows of one call whose logits are compared
+_PARAM_PROBES = 2048
+_FLOAT32_ALLOWED = 2e-5  # of the largest logit
+_EAGER_ALLOWED = 1.25  # of the eager run's error
+_ROUNDING = {"float32": _FLOAT32_ALLOWED, "float16": 4e-3, "bfloat16": 3e-2}
+_PARAM_ROUNDING = {"float32": 2e-6, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+
+_SETTINGS = {  # by row, in turns; the third is greedy
+    "temperature": (0.8, 1.0, 0.0, 1.3),
+    "top_k": (50, 0, 0, 5),
+    "top_p": (0.95, 0.9, 1.0, 1.0),
+    "min_p": (0.02, 0.0, 0.0, 0.05),
+}
+_SEEDS_TRIED = 16
+_DISTURBANCES = 4
+
+Arrays = dict[str, mx.array]
+Tick = Callable[[str], None]
+
+
+class Recording(NamedTuple):
+    """The golden section, its arrays, and how far the compiled run is from eager, by function.
+
+    Only the first case runs compiled here: compiling is slow, and what a loader runs are the
+    imported functions, all of which the verification compiles.
+    """
+
+    golden: Golden
+    arrays: Arrays
+    compiled: dict[str, float]
+
+
+class Recorder:
+    """Makes the golden section of a model and a plan."""
+
+    def __init__(self, model: Model, plan: BucketPlan) -> None:
+        self._model = model
+        self._plan = plan
+        self._cases = make_layout(plan, model.vocab_size)
+        self._references = References(self._cases)
+
+    @property
+    def ticks(self) -> int:
+        """How often `record` reports progress."""
+        calls = sum(len(case.calls) for case in self._cases)
+        return self._references.count + calls + len(self._cases[0].calls)
+
+    def record(self, tick: Tick) -> Recording:
+        """Run everything; `tick` is called with the name of each part done."""
+        self._references.run(self._model, tick)
+        golden, arrays = self._expect()
+        golden = self._measure_eager(golden, arrays, tick)
+        compiled = self._measure_compiled(golden, arrays, tick)
+        arrays |= _probe_params(list(self._model.prepared.values()))
+        return Recording(golden, arrays, compiled)
+
+    def _expect(self) -> tuple[Golden, Arrays]:
+        arrays: Arrays = {}
+        cases = []
+        for i, case in enumerate(self._cases):
+            calls = []
+            for j, call in enumerate(case.calls):
+                found = [self._references.of(spot.row) for spot in call.spots]
+                scale, expected = _expect(self._model, call, found)
+                arrays |= {f"{i}.{j}.{name}": array for name, array in expected.items()}
+                calls.append(GoldenCall(call.function, call.tokens, call.fresh, scale, 0.0, 0.0))
+            cases.append(GoldenCase(case.batch, case.capacity, tuple(calls)))
+        return Golden(FILE, _PARAM_ROUNDING[self._model.config.dtype], tuple(cases)), arrays
+
+    def _measure_eager(self, golden: Golden, arrays: Arrays, tick: Tick) -> Golden:
+        """Record the eager run, its error, and so the error that is allowed."""
+        measured = {}
+        for place, seen in replay(self._compiled(eager=True), golden, arrays):
+            prefix, call = place.prefix, place.call
+            error = measure_error(seen.values, arrays[f"{prefix}reference"], call.scale)
+            arrays[f"{prefix}eager"] = seen.values
+            if STEPS[call.function].outputs != ("logits",):
+                # A choice on which even the plain run differs proves nothing.
+                tokens = arrays[f"{prefix}expected_tokens"]
+                arrays[f"{prefix}expected_tokens"] = mx.where(seen.tokens == tokens, tokens, -1)
+            measured[prefix] = replace(call, eager=error)
+            tick(f"eager {place.key}")
+        worst = max(call.eager for call in measured.values())
+        if not math.isfinite(worst):
+            dtype = self._model.config.dtype
+            raise BundleError(f"the model's logits are not finite in {dtype}: use another dtype")
+        numbered = [
+            replace(
+                case,
+                calls=tuple(
+                    self._allow(measured[f"{i}.{j}."], worst) for j in range(len(case.calls))
+                ),
+            )
+            for i, case in enumerate(golden.cases)
+        ]
+        return replace(golden, cases=tuple(numbered))
+
+    def _measure_compiled(self, golden: Golden, arrays: Arrays, tick: Tick) -> dict[str, float]:
+        measured = {}
+        first = replace(golden, cases=golden.cases[:1])
+        for place, seen in replay(self._compiled(eager=False), first, arrays):
+            eager = arrays[f"{place.prefix}eager"]
+            measured[place.key] = measure_error(seen.values, eager, place.call.scale)
+            tick(f"compiled {place.key}")
+        return measured
+
+    def _allow(self, call: GoldenCall, worst: float) -> GoldenCall:
+        """Limit one call by the eager run's largest error, since that of a few values is chance."""
+        on_cpu = mx.default_device().type == mx.DeviceType.cpu
+        exact = call.function == "sample" or (on_cpu and self._model.config.dtype == "float32")
+        # Other devices may multiply float32 in fewer bits; eager runs there do, too.
+        allowed = 0.0 if exact else _EAGER_ALLOWED * worst
+        return replace(call, allowed=max(_FLOAT32_ALLOWED, allowed))
+
+    def _compiled(self, eager: bool) -> Compiled:
+        model = self._model
+        return Compiled(
+            model.flat_step,
+            params=list(model.prepared.values()),
+            cache_spec=model.cache_spec,
+            plan=self._plan,
+            vocab_size=model.vocab_size,
+            dtype=model.config.dtype,
+            eager=eager,
+        )
+
+
+def _expect(model: Model, call: Call, found: Sequence[Reference]) -> tuple[float, Arrays]:
+    """Scale, inputs and expected outputs of one call; `found` is the reference of each spot."""
+    dtype = model.config.dtype
+    scale = max(ref.peaks[spot.index] for ref, spot in zip(found, call.spots, strict=True)) or 1.0
+    ids, valid = mx.array(call.ids, dtype=mx.int32), mx.array(call.valid)
+    if not math.isfinite(scale):
+        raise BundleError("the model's logits are not finite in float32: check its weights")
+    lengths = mx.array(call.lengths, dtype=mx.int32)
+    inputs: Arrays = {
+        "tokens": ids,
+        "valid": valid,
+        "hidden": mx.array(call.hidden, dtype=mx.int32),
+        "token": ids[:, 0],
+        "active": valid[:, 0],
+        "positions": lengths,
+    }
+    if STEPS[call.function].outputs == ("logits",):
+        expected = _expect_logits(call, found, scale, dtype)
+    else:
+        logits, rounding = _gather_logits(model.vocab_size, call, found), _ROUNDING[dtype]
+        if call.function == "sample":  # its input is recorded, not computed
+            inputs["logits"] = logits = logits.astype(FLOATS[dtype])
+            rounding = _FLOAT32_ALLOWED
+        settings = _choose_settings(call, logits, lengths, rounding * scale)
+        inputs |= settings
+        expected = _expect_choice(call, logits, lengths, settings, rounding * scale)
+    stored = {name: inputs[name] for name in STORED_INPUTS[call.function]}
+    return scale, {**stored, **expected, "expected_lengths": lengths}
+
+
+def _expect_logits(call: Call, found: Sequence[Reference], scale: float, dtype: str) -> Arrays:
+    """The most likely token of every spot, and the logits at some ids of some spots."""
+    rows = len(call.ids) * (call.tokens if call.function == "forward" else 1)
+    tokens, gaps = [-1] * rows, [0.0] * rows
+    pairs = list(zip(found, call.spots, strict=True))
+    for reference, spot in pairs:
+        gaps[spot.output] = gap = reference.gaps[spot.index]
+        # float32 has to agree everywhere, so ties beyond its precision are left out beforehand.
+        if dtype != "float32" or gap > 2 * _FLOAT32_ALLOWED * scale:
+            tokens[spot.output] = reference.tokens[spot.index]
+    chosen = pairs[:: -(-len(pairs) // _MOST_SPOTS)]
+    probes = [[spot.output, id_] for ref, spot in chosen for id_ in ref.probes[spot.index]]
+    values = [value for ref, spot in chosen for value in ref.values[spot.index]]
+    return {
+        "probes": mx.array(probes, dtype=mx.int32),
+        "reference": mx.array(values),
+        "expected_tokens": mx.array(tokens, dtype=mx.int32),
+        "gaps": mx.array(gaps),
+    }
+
+
+def _gather_logits(vocab_size: int, call: Call, found: Sequence[Reference]) -> mx.array:
+    """Reference logits `[B,V]` of the spots; other rows are idle and hold zeros."""
+    rows = [mx.zeros((vocab_size,))] * len(call.ids)
+    for reference, spot in zip(found, call.spots, strict=True):
+        rows[spot.output] = reference.logits[spot.index]
+    return mx.stack(rows)
+
+
+def _choose_settings(call: Call, logits: mx.array, lengths: mx.array, disturbance: float) -> Arrays:
+    """Settings that differ by row, with seeds whose draws survive small errors of the logits."""
+    batch = len(call.ids)
+    if call.function == "decode_greedy":
+        return sampling.make_settings(batch)
+    by_row: dict[str, list[float]] = {
+        name: [values[row % len(values)] for row in range(batch)]
+        for name, values in _SETTINGS.items()
+    }
+    seeds = list(range(batch))
+    drawing = {spot.output for spot in call.spots if by_row["temperature"][spot.output] > 0}
+    for _ in range(_SEEDS_TRIED):
+        settings = sampling.make_settings(batch, seed=seeds, **by_row)  # type: ignore[arg-type]
+        steady = _is_steady(logits, lengths, settings, disturbance)
+        unsteady = {row for row in drawing if not steady[row].item()}
+        if not unsteady:
+            break
+        seeds = [seed + batch if row in unsteady else seed for row, seed in enumerate(seeds)]
+    return settings
+
+
+def _is_steady(
+    logits: mx.array, lengths: mx.array, settings: Arrays, disturbance: float
+) -> mx.array:
+    """Whether each row draws the same token from slightly different logits: bool `[B]`."""
+    noise = mx.random.uniform(-1, 1, (_DISTURBANCES, *logits.shape), key=mx.random.key(0))
+    disturbed = mx.concatenate([logits[None], logits + disturbance * noise])
+    tiled = {name: mx.tile(array, 1 + _DISTURBANCES) for name, array in settings.items()}
+    positions = mx.tile(lengths, 1 + _DISTURBANCES)
+    tokens, _, _ = sampling.sample(disturbed.reshape(-1, logits.shape[1]), tiled, positions)
+    tokens = tokens.reshape(-1, logits.shape[0])
+    return mx.all(tokens == tokens[0], axis=0)
+
+
+def _expect_choice(
+    call: Call, logits: mx.array, lengths: mx.array, settings: Arrays, disturbance: float
+) -> Arrays:
+    """The tokens that steady rows choose, and the log-probabilities of all active rows."""
+    tokens, logprobs, _ = sampling.sample(logits, settings, lengths)
+    steady = _is_steady(logits, lengths, settings, disturbance)
+    rows = mx.array([spot.output for spot in call.spots])
+    active = mx.any(mx.arange(len(call.ids))[:, None] == rows, axis=1)
+    return {
+        "probes": mx.stack([rows, mx.zeros_like(rows)], axis=1).astype(mx.int32),
+        "reference": logprobs[rows],
+        "expected_tokens": mx.where(active & steady, tokens, -1),
+        "gaps": mx.full(lengths.shape, mx.inf),
+    }
+
+
+def _probe_params(prepared: Sequence[mx.array]) -> Arrays:
+    """Values of every prepared array at arbitrary places, and what their errors are divided by."""
+    random, each = Random(0), max(1, _PARAM_PROBES // len(prepared))
+    probes = [
+        [index, random.randrange(min(array.size, 2**31 - 1))]
+        for index, array in enumerate(prepared)
+        for _ in range(each)
+    ]
+    peaks = mx.stack([_peak(array) for array in prepared])
+    where = mx.array(probes, dtype=mx.int32)
+    return {
+        "prepare.probes": where,
+        "prepare.reference": observe_params(prepared, where),
+        "prepare.scale": peaks[where[:, 0]],
+    }
+
+
+def _peak(array: mx.array) -> mx.array:
+    peak = mx.max(mx.abs(array)).astype(mx.float32)
+    return mx.where(peak > 0, peak, 1.0)

@@ -1,0 +1,302 @@
+"""Loading a bundle: check everything, import the graphs, prepare the weights, run.
+
+Neither the models' code nor converters are imported here.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from functools import cached_property
+from pathlib import Path
+
+from funcrt import cache
+from funcrt.buckets import Bucket, BucketPlan
+from funcrt.bundle import checks
+from funcrt.bundle.manifest import FunctionEntry, Manifest, describe_arrays
+from funcrt.cache import CacheState
+from funcrt.calling import CallForm
+from funcrt.compiled import Compiled
+from funcrt.errors import BundleError, CapacityError, SourceError, TextError
+from funcrt.flat import FlatFunction
+from funcrt.params import Params
+from funcrt.storage import load_arrays
+from funcrt.text import Tokenizer
+
+import mlx.core as mx
+
+_ATTEMPTS = 3
+
+
+def load_bundle(folder: str | Path) -> Bundle:
+    """Load an exported model.
+
+    Every file is checked before MLX sees it: schema, MLX version, device class, paths, sizes and
+    hashes. Weights are prepared once (dequantized, cast, fused); graphs are imported when used.
+
+    Raises:
+        BundleError: in one line, what is wrong and what to do.
+    """
+    bundle = open_bundle(folder)
+    mx.eval(bundle.prepared)
+    return bundle
+
+
+def open_bundle(folder: str | Path) -> Bundle:
+    """`load_bundle` that leaves the weights on disk until they are used."""
+    folder = Path(folder)
+    for attempt in range(_ATTEMPTS):
+        before = _identity(folder)
+        try:
+            return _open(folder)
+        except BundleError:
+            # An export may have replaced the whole folder while it was read.
+            if attempt == _ATTEMPTS - 1 or _identity(folder) == before:
+                raise
+    raise AssertionError("unreachable")
+
+
+def mlx_version() -> str:
+    """Version of the MLX that runs, which graphs are bound to."""
+    version: str = mx.__version__  # type: ignore[attr-defined]
+    return version
+
+
+def device_class() -> str:
+    """What the default device is to a bundle: "cpu", "cuda" or "metal"."""
+    if mx.default_device().type == mx.DeviceType.cpu:
+        return "cpu"
+    return "metal" if mx.metal.is_available() else "cuda"
+
+
+class Bundle(CallForm):
+    """An exported model, run through its own graphs.
+
+    Attributes:
+        folder: where it was read from.
+        manifest: what it holds.
+        device: device class whose functions it runs.
+        vocab_size: V.
+        max_positions: longest text that the model was trained for.
+        dtype: of logits and cache.
+        plan: the declared buckets.
+        cache_spec: the arrays of a cache state.
+        tokenizer: None for a model of ids only.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        device: str,
+        stored: Params,
+        graphs: dict[str, bytes],
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self.device = device
+        self.vocab_size = manifest.vocab_size
+        self.max_positions = manifest.max_positions
+        self.dtype = manifest.dtype
+        self.plan = manifest.plan
+        self.cache_spec = manifest.cache_spec
+        self.tokenizer = tokenizer
+        self._functions = manifest.step_functions(device)
+        self._stored = stored
+        self._graphs = graphs
+        self._imported: dict[str, FlatFunction] = {}
+
+    @cached_property
+    def prepared(self) -> list[mx.array]:
+        """The weights that graphs take, made by the exported `prepare`. Lazy until evaluated."""
+        entry = self.manifest.prepare_function(self.device)
+        made = self._import(entry)(*self._stored.values())
+        expected = self.manifest.params.prepared[self.device]
+        names = [spec.name for spec in expected]
+        if len(made) != len(names) or describe_arrays(dict(zip(names, made, strict=True))) != (
+            expected
+        ):
+            raise BundleError(f"{self.folder}: {entry.file} returns other weights than listed")
+        self._stored = {}  # not held beside what is made of them
+        return list(made)
+
+    def init_cache(self, batch: int, capacity: int) -> CacheState:
+        """An empty cache state. Raises CapacityError unless both sizes are declared."""
+        self.plan.check(batch, capacity)
+        return cache.init_cache(self.cache_spec, batch, capacity)
+
+    def compiled(self, plan: BucketPlan | None = None) -> Compiled:
+        """The exported functions, compiled when first used.
+
+        Raises CapacityError when `plan` has more than the bundle declares.
+        """
+        for name in ("batch", "tokens", "capacity"):
+            declared = getattr(self.plan, name)
+            extra = sorted({*getattr(plan or self.plan, name)} - {*declared})
+            if extra:
+                raise CapacityError(
+                    f"plan {name} {', '.join(map(str, extra))} was not exported; "
+                    f"exported: {', '.join(map(str, declared))}"
+                )
+        return Compiled(
+            self._source,
+            params=self.prepared,
+            cache_spec=self.cache_spec,
+            plan=plan or self.plan,
+            vocab_size=self.vocab_size,
+            dtype=self.dtype,
+        )
+
+    @cached_property
+    def functions(self) -> Compiled:
+        """What `forward` and calls of the bundle run on."""
+        return self.compiled()
+
+    def forward(
+        self, tokens: mx.array, mask: mx.array, cache_state: CacheState
+    ) -> tuple[mx.array, CacheState]:
+        """The contract, with the weights bound: `(logits [B,T,V], cache_state)`.
+
+        Args:
+            tokens: int32 `[B, T]`; B must be declared, T is padded to the next declared one.
+            mask: bool `[B, 1, T, S]`, S the declared capacity of `cache_state`.
+            cache_state: from `init_cache` or an earlier call.
+
+        Raises:
+            InputError, CacheError: shapes or dtypes that do not fit.
+            CapacityError: sizes that were not exported.
+        """
+        state = cache.check_state(self.cache_spec, cache_state)
+        cache.check_call(tokens, mask, state, None)
+        wanted = tokens.shape[1]
+        size = self.plan.choose_tokens(wanted)
+        if wanted > size:
+            raise CapacityError(
+                f"{wanted} tokens in one call, largest is {size}: call the bundle itself, which "
+                f"feeds them in chunks, or export a larger one (--tokens {wanted})"
+            )
+        if size > wanted:
+            tokens = mx.pad(tokens, [(0, 0), (0, size - wanted)])
+            mask = mx.pad(mask, [(0, 0), (0, 0), (0, size - wanted), (0, 0)])
+        logits, state = self.functions.forward(tokens, mask, state)
+        return logits[:, :wanted] if size > wanted else logits, state
+
+    def choose_size(self, rows: int, tokens: int) -> tuple[int, int]:
+        """The smallest declared batch and capacity. Raises CapacityError."""
+        return self.plan.choose_batch(rows), self.plan.choose_capacity(tokens)
+
+    def _run(
+        self, tokens: mx.array, mask: mx.array, state: CacheState
+    ) -> tuple[mx.array, CacheState]:
+        """Any T, in chunks of the largest declared one."""
+        largest = self.plan.tokens[-1]
+        count = tokens.shape[1]
+        if count <= largest:
+            return self.forward(tokens, mask, state)
+        _check_chunks(mask, state["lengths"], largest)
+        parts = []
+        for start in range(0, count, largest):
+            chunk = slice(start, start + largest)
+            logits, state = self.forward(tokens[:, chunk], mask[:, :, chunk], state)
+            parts.append(logits)
+        return mx.concatenate(parts, axis=1), state
+
+    def _source(self, name: str, bucket: Bucket) -> FlatFunction:
+        return self._import(self._functions[name, bucket])
+
+    def _import(self, entry: FunctionEntry) -> FlatFunction:
+        if entry.key not in self._imported:
+            self._imported[entry.key] = _import_graph(self._graphs[entry.key], entry)
+            del self._graphs[entry.key]
+        return self._imported[entry.key]
+
+
+def _check_chunks(mask: mx.array, lengths: mx.array, largest: int) -> None:
+    """Raise CapacityError if a token sees one of a later chunk, which is not written yet."""
+    real = mx.any(mask, axis=(1, 3)).astype(mx.int32)  # [B,T]
+    slots = mx.arange(mask.shape[3], dtype=mx.int32)
+    total = (lengths + mx.sum(real, axis=1))[:, None, None, None]
+    for start in range(0, mask.shape[2], largest):
+        after = lengths + mx.sum(real[:, : start + largest], axis=1)
+        later = (slots >= after[:, None, None, None]) & (slots < total)
+        if mx.any(mask[:, :, start : start + largest] & later).item():
+            raise CapacityError(
+                f"the mask lets a token see one more than {largest} tokens ahead in chunks: "
+                f"export with --tokens {mask.shape[2]}, or pass a mask that looks back only"
+            )
+
+
+def _open(folder: Path) -> Bundle:
+    manifest, digest = checks.read_manifest(folder)
+    made_by, running = manifest.producer["mlx"], mlx_version()
+    if made_by != running:
+        raise BundleError(
+            f"{folder} was made by MLX {made_by}, this process runs {running}, and graphs do "
+            f"not survive a change of version: pip install mlx=={made_by}, or export it again"
+        )
+    device = device_class()
+    if device not in manifest.device_classes:
+        raise BundleError(
+            f"{folder} has functions for {', '.join(manifest.device_classes)}, this process runs "
+            f"on {device}: export it on such a device, or choose another default device"
+        )
+    checks.check_digest(folder, digest)
+    checks.check_files(folder, manifest)
+    entries = [
+        manifest.prepare_function(device),
+        *manifest.step_functions(device).values(),
+    ]
+    # Held in memory, so that a bundle that is replaced later still runs.
+    graphs = {entry.key: checks.read_file(folder, entry.file, manifest) for entry in entries}
+    return Bundle(
+        folder,
+        manifest,
+        device,
+        _load_stored(folder, manifest),
+        graphs,
+        _tokenizer(folder, manifest),
+    )
+
+
+def _load_stored(folder: Path, manifest: Manifest) -> Params:
+    """The stored weights, lazily, in the manifest's order."""
+    found: Params = {}
+    try:
+        for file in manifest.params.files:
+            found |= load_arrays(folder / file)
+    except SourceError as error:
+        raise BundleError(str(error)) from None
+    names = [spec.name for spec in manifest.params.stored]
+    ordered = {name: found[name] for name in names if name in found}
+    if len(found) != len(names) or describe_arrays(ordered) != manifest.params.stored:
+        raise BundleError(f"{folder}: its weights are not those that its manifest lists")
+    return ordered
+
+
+def _tokenizer(folder: Path, manifest: Manifest) -> Tokenizer | None:
+    if "tokenizer.json" not in manifest.files:
+        return None
+    try:
+        return Tokenizer.from_folder(folder)
+    except TextError as error:
+        raise BundleError(f"{folder}: {error}") from None
+
+
+def _import_graph(graph: bytes, entry: FunctionEntry) -> FlatFunction:
+    """MLX reads graphs from files only, and keeps the file open as long as it needs it."""
+    try:
+        with tempfile.NamedTemporaryFile(suffix=".mlxfn") as file:
+            file.write(graph)
+            file.flush()
+            function: FlatFunction = mx.import_function(file.name)  # type: ignore[assignment]
+            return function
+    except (OSError, RuntimeError, ValueError) as error:
+        raise BundleError(f"cannot import {entry.file}: {error}") from None
+
+
+def _identity(folder: Path) -> tuple[int, int] | None:
+    try:
+        status = folder.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino

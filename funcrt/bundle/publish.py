@@ -1,0 +1,185 @@
+"""Replacing a bundle as a whole: it is written beside its place and then exchanged with it.
+
+A reader finds the old bundle or the new one, never a mixture, whatever kills the writer and when.
+A folder being written is locked (`flock`), and the lock dies with its process; so a folder without
+a lock is one that nobody will finish, and the next export removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from funcrt.bundle.manifest import FORMAT, MANIFEST
+from funcrt.errors import BundleError
+
+_AT_FDCWD = -100
+_EXCHANGE = 2  # RENAME_EXCHANGE of Linux, RENAME_SWAP of macOS
+_NO_EXCHANGE = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
+
+
+@contextlib.contextmanager
+def staging(target: Path) -> Iterator[Path]:
+    """A new folder beside `target`, removed on leaving unless `publish` moved it into place.
+
+    Raises BundleError when `target` holds anything but a bundle; OSError when its parent cannot be
+    written.
+    """
+    check_target(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(target.parent):
+        _clean_up(target)
+        folder = Path(tempfile.mkdtemp(".tmp", f".{target.name}.", target.parent))
+        folder.chmod(0o777 & ~_umask())  # mkdtemp keeps others out, which a bundle need not
+        lock = _lock(folder)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def publish(folder: Path, target: Path) -> None:
+    """Make a complete `folder` the bundle at `target`; what was there takes its name.
+
+    Raises OSError; the old bundle is then still in place.
+    """
+    _sync_tree(folder)
+    for _ in range(100):  # another export may create or replace the target at any moment
+        check_target(target)
+        try:
+            if target.exists():
+                exchange(folder, target)
+            else:
+                folder.rename(target)
+            break
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+                raise
+    else:
+        raise BundleError(f"{target} is replaced by others again and again; export it again")
+    _sync(target.parent)
+
+
+def check_target(target: Path) -> None:
+    """Raise BundleError if `target` exists and is neither a bundle nor an empty folder."""
+    if not target.exists() and not target.is_symlink():
+        return
+    if target.is_symlink() or not target.is_dir():
+        raise BundleError(f"{target} is a file or a link, not a folder: choose another place")
+    try:
+        if FORMAT.encode() in (target / MANIFEST).read_bytes():
+            return
+    except OSError:
+        pass
+    if any(target.iterdir()):
+        raise BundleError(f"{target} is not a bundle and is not replaced: choose another place")
+
+
+def exchange(first: Path, second: Path) -> None:
+    """Swap two folders of one parent, atomically where the file system can. Raises OSError."""
+    try:
+        _exchange_atomically(first, second)
+    except OSError as error:
+        if error.errno not in _NO_EXCHANGE:
+            raise
+        _exchange_by_renames(first, second)
+
+
+def _exchange_atomically(first: Path, second: Path) -> None:
+    library = ctypes.CDLL(None, use_errno=True)
+    names = os.fsencode(first), os.fsencode(second)
+    try:
+        if sys.platform == "darwin":
+            failed = library.renamex_np(*names, ctypes.c_uint(_EXCHANGE))
+        else:
+            failed = library.renameat2(
+                _AT_FDCWD, names[0], _AT_FDCWD, names[1], ctypes.c_uint(_EXCHANGE)
+            )
+    except AttributeError:  # a C library without the call
+        raise OSError(errno.ENOSYS, "no atomic exchange") from None
+    if failed:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), os.fspath(second))
+
+
+def _exchange_by_renames(first: Path, second: Path) -> None:
+    """Between the two renames nothing is in place; `_clean_up` undoes a death right there."""
+    aside = second.with_name(f".{second.name}.old")
+    second.rename(aside)
+    try:
+        first.rename(second)
+    except OSError:
+        aside.rename(second)
+        raise
+    aside.rename(first)
+
+
+def _clean_up(target: Path) -> None:
+    aside = target.with_name(f".{target.name}.old")
+    if aside.exists():
+        if target.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            aside.rename(target)
+    for folder in target.parent.iterdir():
+        name = folder.name
+        if name.startswith(f".{target.name}.") and name.endswith(".tmp") and folder.is_dir():
+            lock = _lock(folder)
+            if lock is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(lock)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep exports from taking each other's new folder for a stale one."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _lock(folder: Path) -> int | None:
+    """An open handle that holds the folder's lock, or None if another process does."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        return None
+    return handle
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in [*folder.rglob("*"), folder]:
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

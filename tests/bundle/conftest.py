@@ -1,0 +1,99 @@
+"""Tiny exported bundles, made once; tests that change one get a copy."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from funcrt.buckets import BucketPlan
+from funcrt.bundle import Bundle, export, load_bundle
+from funcrt.bundle.checks import describe_files, load_manifest, save_manifest
+from funcrt.bundle.manifest import Manifest
+from funcrt.model import Model
+from funcrt.text import Tokenizer
+from tests.helpers import TINY, make_model
+
+import mlx.core as mx
+import pytest
+import tokenizers
+
+# No batch or T of one: their graphs need kernels of their own, a minute's worth with a cold cache.
+PLAN = BucketPlan(batch=(2,), tokens=(4, 8), capacity=(16, 32))
+SMALL = BucketPlan(batch=(2,), tokens=(8,), capacity=(16,))
+Edit = Callable[[Path, Callable[[Manifest], Manifest]], None]
+
+
+def make_tokenizer() -> Tokenizer:
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({f"w{i}": i for i in range(TINY.vocab_size)}, unk_token="w0")
+    )
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return Tokenizer(backend, {"eos_token": "w1"}, "{{ messages[0].content }}", (1,))
+
+
+class Exports:
+    """A model and its bundle's folder by kind of weights, exported when first asked for."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._models: dict[str, Model] = {}
+
+    def __call__(self, kind: str = "float32") -> tuple[Model, Path]:
+        folder = self._root / f"tiny {kind}é.funcrt"  # a name that needs care
+        if kind not in self._models:
+            model = make_model(kind)
+            model.tokenizer = make_tokenizer()
+            export(model, folder, PLAN if kind != "bfloat16" else SMALL)
+            self._models[kind] = model
+        return self._models[kind], folder
+
+
+@pytest.fixture(scope="session")
+def exports(tmp_path_factory: pytest.TempPathFactory) -> Exports:
+    return Exports(tmp_path_factory.mktemp("exports"))
+
+
+@pytest.fixture(scope="session")
+def model(exports: Exports) -> Model:
+    return exports()[0]
+
+
+@pytest.fixture(scope="session")
+def folder(exports: Exports) -> Path:
+    """A sound bundle. Read only."""
+    return exports()[1]
+
+
+@pytest.fixture(scope="session")
+def bundle(folder: Path) -> Bundle:
+    return load_bundle(folder)
+
+
+@pytest.fixture
+def copy(folder: Path, tmp_path: Path) -> Path:
+    """A bundle to damage."""
+    return Path(shutil.copytree(folder, tmp_path / "copy.funcrt"))
+
+
+@pytest.fixture
+def edit() -> Edit:
+    """Rewrite a manifest, its own hash included, as somebody who means it would."""
+
+    def run(folder: Path, change: Callable[[Manifest], Manifest]) -> None:
+        manifest = load_manifest(folder)
+        save_manifest(folder, change(replace(manifest, files=describe_files(folder))))
+
+    return run
+
+
+@pytest.fixture
+def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail if anything reaches MLX's readers, which crash on damaged files."""
+
+    def fail(*arguments: object) -> None:
+        raise AssertionError("a damaged bundle reached MLX")
+
+    monkeypatch.setattr(mx, "import_function", fail)
+    monkeypatch.setattr(mx, "load", fail)

@@ -1,0 +1,157 @@
+"""What a verification covers, and that it fails when it should."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from funcrt.buckets import BucketPlan
+from funcrt.bundle import Bundle, load_bundle, verifier, verify
+from funcrt.bundle.layout import make_layout
+from funcrt.bundle.replay import places
+from funcrt.model import Model
+from funcrt.steps import STEPS
+from funcrt.storage import load_arrays, save_arrays
+from tests.bundle.conftest import Edit, Exports
+from tests.helpers import TOLERANCE, run_plain
+
+import mlx.core as mx
+import pytest
+
+
+@pytest.mark.parametrize("kind", ["float32", "affine", "bfloat16"])
+def test_a_sound_bundle_passes(exports: Exports, kind: str) -> None:
+    bundle = load_bundle(exports(kind)[1])
+    seen: list[tuple[int, int]] = []
+    rows = verify(bundle, lambda done, total, item: seen.append((done, total)))
+    assert all(row.passed for row in rows)
+    functions = {entry.key for entry in bundle.manifest.functions}
+    assert {row.function for row in rows} == functions
+    assert len(rows) == 1 + 3 * (len(functions) - 1)
+    assert seen == [(i + 1, len(functions)) for i in range(len(functions))]
+    errors = [row for row in rows if row.check == "error"]
+    assert any(row.measured > 0 for row in errors)  # a reference of its own
+    if kind != "bfloat16":
+        assert {row.allowed for row in errors} == {TOLERANCE, bundle.manifest.golden.params_allowed}
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_slightly_wrong_weights_fail(exports: Exports, kind: str) -> None:
+    bundle = load_bundle(exports(kind)[1])
+    factor = 1.0005 if kind == "float32" else 1.1
+    bundle.prepared[1] = bundle.prepared[1] * mx.array(factor, bundle.prepared[1].dtype)
+    failed = {row.function for row in verify(bundle) if not row.passed}
+    assert {"prepare", "prefill_b2_t8_s16", "forward_b2_t8_s16"} <= failed
+
+
+@pytest.mark.parametrize(
+    ("name", "check"),
+    [("reference", "error"), ("expected_tokens", "tokens"), ("expected_lengths", "lengths")],
+)
+def test_every_recorded_number_is_compared(copy: Path, edit: Edit, name: str, check: str) -> None:
+    golden = copy / "golden.safetensors"
+    arrays = load_arrays(golden)
+    mx.eval(arrays)  # the file is about to be overwritten
+    changed = {key for key in arrays if key.endswith(f".{name}") and key[0] != "p"}
+    if name == "reference":
+        arrays |= {key: arrays[key] * 1.001 for key in changed}
+    else:
+        arrays |= {key: mx.where(arrays[key] >= 0, arrays[key] + 1, -1) for key in changed}
+    save_arrays(golden, arrays)
+    edit(copy, lambda manifest: manifest)
+    failed = {row.function for row in verify(copy) if not row.passed}
+    assert {row.check for row in verify(copy) if not row.passed} == {check}
+    everything = {place.key for place in places(load_bundle(copy).manifest.golden)}
+    assert failed == everything if name != "reference" else len(failed) >= len(everything) - 2
+
+
+def test_the_reference_is_the_model_uncached(folder: Path, model: Model) -> None:
+    bundle = load_bundle(folder)
+    arrays = load_arrays(folder / "golden.safetensors")
+    place = next(p for p in places(bundle.manifest.golden) if p.call.function == "prefill")
+    tokens, valid = arrays[f"{place.prefix}tokens"], arrays[f"{place.prefix}valid"]
+    probes = arrays[f"{place.prefix}probes"].tolist()
+    values = arrays[f"{place.prefix}reference"].tolist()
+    logits = {}
+    for row in range(2):
+        real = [t for t, v in zip(tokens[row].tolist(), valid[row].tolist(), strict=True) if v]
+        if real:
+            logits[row] = run_plain(model, real)[0][-1]
+    assert len(values) == 8 * len(logits) > 0
+    for pair, value in zip(probes, values, strict=True):
+        row, column = pair
+        assert value == pytest.approx(logits[row][column], abs=1e-4)
+
+
+# --- the layout ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        ((2,), (4, 8), (16, 32)),
+        ((1, 4), (1, 64), (512, 1024)),
+        ((1, 2), (1, 16), (2, 9)),
+        ((3,), (5,), (4,)),
+    ],
+)
+def test_the_layout_calls_every_function_once_and_never_overflows(sizes: Any) -> None:
+    plan = BucketPlan(batch=sizes[0], tokens=sizes[1], capacity=sizes[2])
+    called = []
+    kinds = set()
+    for case in make_layout(plan, 50):
+        lengths = [0] * case.batch
+        for call in case.calls:
+            step = STEPS[call.function]
+            called.append((call.function, case.batch, call.tokens, case.capacity * step.has_state))
+            if call.fresh:
+                lengths = [0] * case.batch
+            if call.function != "sample":
+                counts = [sum(row) for row in call.valid]
+                lengths = [n + count for n, count in zip(lengths, counts, strict=True)]
+                kinds |= {tuple(row) for row in call.valid if call.tokens >= 4}
+            assert call.lengths == lengths
+            assert max(lengths) <= case.capacity - 1
+            assert call.spots
+            assert all(0 <= token < 50 for row in call.ids for token in row)
+            assert all(h < length for h, length in zip(call.hidden, lengths, strict=True))
+    expected = [
+        (step.name, *bucket)
+        for step in STEPS.values()
+        for bucket in step.buckets(plan.batch, plan.tokens, plan.capacity)
+    ]
+    assert sorted(called) == sorted(expected)
+    if min(sizes[2]) > 8:
+        assert any(all(row) for row in kinds)
+        assert any(not any(row) for row in kinds)
+        assert any(row[0] and not row[-1] for row in kinds)  # right padding
+        assert any(row[-1] and not row[0] for row in kinds)  # left padding
+
+
+# --- its own process -----------------------------------------------------------------------------
+
+
+def test_the_command(
+    copy: Path, edit: Edit, bundle: Bundle, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert verifier.main([str(copy), "--device", "cpu"]) == 0
+    assert "ok     decode_b2_t1_s16 tokens 0 (at most 0)" in capsys.readouterr().out
+
+    def lower(manifest: Any) -> Any:
+        cases = tuple(
+            replace(case, calls=tuple(replace(call, allowed=0.0) for call in case.calls))
+            for case in manifest.golden.cases
+        )
+        return replace(manifest, golden=replace(manifest.golden, cases=cases))
+
+    edit(copy, lower)
+    assert verifier.main([str(copy), "--json"]) == 1
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == {"done": 1, "total": len(bundle.manifest.functions), "item": "prepare"}
+    assert {"passed": False, "check": "error"}.items() <= lines[-1]["checks"][1].items()
+
+    (copy / "tokenizer.json").unlink()
+    assert verifier.main([str(copy)]) == 1
+    assert "tokenizer.json is missing" in capsys.readouterr().err
