@@ -70,6 +70,12 @@ def attention(q: mx.array, k: mx.array, v: mx.array, mask: mx.array, scale: floa
     return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
 
 
+def masked_softmax(scores: mx.array, mask: mx.array) -> mx.array:
+    """Softmax over the last axis of what a bool `mask` shows, accumulated in float32."""
+    lowest = mx.finfo(scores.dtype).min
+    return mx.softmax(mx.where(mask, scores, lowest), axis=-1, precise=True)
+
+
 def _gelu_tanh(x: mx.array) -> mx.array:
     return 0.5 * x * (1 + mx.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from funcrt import ops
+from funcrt.attention import Attend
 from funcrt.cache import (
-    CacheEntry,
+    CacheLayout,
     CacheSpec,
     CacheState,
-    Placement,
+    attention_entries,
     check_call,
     pack,
     place,
+    row_entries,
     unpack,
-    write,
 )
 from funcrt.config import ModelConfig
 from funcrt.params import FLOATS, Fusions, Params, ParamSpec
@@ -47,13 +48,13 @@ def param_spec(config: ModelConfig) -> ParamSpec:
     return spec
 
 
-def cache_spec(config: ModelConfig) -> CacheSpec:
+def cache_spec(config: ModelConfig, layout: CacheLayout) -> CacheSpec:
     """Keys and values of every layer."""
-    return tuple(
-        CacheEntry(f"layers.{i}.{kind}", config.num_kv_heads, config.head_dim, config.dtype)
-        for i in range(config.num_layers)
-        for kind in ("keys", "values")
-    )
+    heads, width, window = config.num_kv_heads, config.head_dim, config.sliding_window
+    entries = [*row_entries(layout, window)]
+    for i in range(config.num_layers):
+        entries += attention_entries(i, heads, width, config.dtype, layout, window)
+    return tuple(entries)
 
 
 def fusions(config: ModelConfig) -> Fusions:
@@ -83,18 +84,14 @@ def hidden(
         params, "model.embed_tokens", pack(tokens, call), config.hidden_size, FLOATS[config.dtype]
     )
     x = mx.where(call.real[..., None], x, 0)  # padding stays harmless through every layer
-    state: CacheState = {"lengths": call.lengths}
+    attend = Attend(call, cache_state)
     for i, layer in enumerate(_layers(config)):
         normed = ops.rms_norm(params, f"{layer}.input_layernorm", x, config.norm_eps)
-        q, k, v = _qkv(config, params, f"{layer}.self_attn", normed, rotary)
-        keys = write(cache_state[f"layers.{i}.keys"], k, call)
-        values = write(cache_state[f"layers.{i}.values"], v, call)
-        state[f"layers.{i}.keys"], state[f"layers.{i}.values"] = keys, values
-        x = x + _attend(config, params, f"{layer}.self_attn", q, keys, values, call)
+        x = x + _attention(config, params, layer, i, normed, rotary, attend)
         normed = ops.rms_norm(params, f"{layer}.post_attention_layernorm", x, config.norm_eps)
         x = x + _mlp(config, params, f"{layer}.mlp", normed)
     x = ops.rms_norm(params, "model.norm", x, config.norm_eps)
-    return unpack(x, call), state
+    return unpack(x, call), attend.state
 
 
 def unembed(config: ModelConfig, params: Params, x: mx.array) -> mx.array:
@@ -107,30 +104,26 @@ def _layers(config: ModelConfig) -> Iterator[str]:
     return (f"model.layers.{i}" for i in range(config.num_layers))
 
 
-def _qkv(
-    config: ModelConfig, params: Params, name: str, x: mx.array, rotary: ops.Rotary
-) -> tuple[mx.array, mx.array, mx.array]:
-    heads, kv = config.num_heads, config.num_kv_heads
+def _attention(
+    config: ModelConfig,
+    params: Params,
+    layer: str,
+    index: int,
+    x: mx.array,
+    rotary: ops.Rotary,
+    attend: Attend,
+) -> mx.array:
+    name, heads, kv = f"{layer}.self_attn", config.num_heads, config.num_kv_heads
     members = tuple(f"{name}.{member}" for member in QKV)
     qkv = ops.fused_linear(params, f"{name}.qkv_proj", members, x)  # [B,T,(H+2K)*D]
     qkv = qkv.reshape(*x.shape[:2], heads + 2 * kv, config.head_dim).swapaxes(1, 2)
-    qk = rotary(qkv[:, : heads + kv])  # one rotation for both
-    return qk[:, :heads], qk[:, heads:], qkv[:, heads + kv :]
-
-
-def _attend(
-    config: ModelConfig,
-    params: Params,
-    name: str,
-    q: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    call: Placement,
-) -> mx.array:
+    qk, v = rotary(qkv[:, : heads + kv]), qkv[:, heads + kv :]  # one rotation for both
     # yarn scales cos and sin, so the scores by its square.
     scale = config.head_dim**-0.5 * ops.rope_attention_factor(config.rope) ** 2
-    out = ops.attention(q, keys, values, call.mask, scale)  # [B,H,T,D]
-    out = out.swapaxes(1, 2).reshape(*call.real.shape, config.num_heads * config.head_dim)
+    out = attend(
+        index, qk[:, :heads], qk[:, heads:], v, scale=scale, window=config.sliding_window
+    )  # [B,H,T,D]
+    out = out.swapaxes(1, 2).reshape(*x.shape[:2], heads * config.head_dim)
     return ops.linear(params, f"{name}.o_proj", out)
 
 

@@ -1,0 +1,202 @@
+"""Attention over a cache state: write what is new, then look at what the mask shows.
+
+One `Attend` serves all layers of a call. It finds out from the arrays of the state which kind of
+cache a layer has, and keeps the new arrays.
+"""
+
+from __future__ import annotations
+
+from funcrt import ops
+from funcrt.cache import CacheState, Placement, give_sight, write, write_rows
+from funcrt.cache.layout import PARTS, kv_group_size
+from funcrt.errors import InputError
+
+import mlx.core as mx
+
+
+class Attend:
+    """What the layers of one call look at, and the state that they leave behind.
+
+    Args:
+        call: where the call's tokens go.
+        state: before the call.
+
+    Attributes:
+        state: the new state; complete when every layer has run, in the order of the old one.
+    """
+
+    def __init__(self, call: Placement, state: CacheState) -> None:
+        self._call = call
+        self._old = state
+        self._masks: dict[tuple[int | None, bool, int | None], mx.array] = {}
+        self.state: CacheState = dict(state)
+        self.state["lengths"] = call.lengths
+        if "written" in state:
+            self.state["written"] = mx.maximum(state["written"], call.lengths)
+        self._queries = call.positions  # [B,T]
+        if self._queries is None:
+            step = mx.arange(call.real.shape[1], dtype=mx.int32)
+            self._queries = call.offset[:, None] + step
+        if "positions" in state:
+            self.state["positions"] = write_rows(state["positions"], self._queries, call.slots)
+
+    def __call__(
+        self,
+        layer: int,
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        *,
+        scale: float,
+        window: int | None = None,
+        both_sides: bool = False,
+    ) -> mx.array:
+        """Grouped-query attention of one layer.
+
+        Args:
+            layer: its number.
+            q: `[B, H, T, D]`, packed and rotated.
+            k: `[B, K, T, D]`, likewise.
+            v: `[B, K, T, D]`.
+            scale: of the scores.
+            window: a query sees keys less than this many positions before it.
+            both_sides: the window also bounds keys after the query.
+
+        Returns:
+            `[B, H, T, D]`.
+
+        Raises:
+            InputError: more tokens than the ring of this layer was laid out for.
+        """
+        name = f"layers.{layer}"
+        if f"{name}.ring_keys" in self._old:
+            return self._attend_ring(name, q, k, v, scale, window, both_sides)
+        mask = self._mask(window, both_sides, None)
+        if f"{name}.keys.scales" in self._old:
+            return self._attend_quantized(name, q, k, v, mask, scale)
+        keys, values = (
+            self._write(f"{name}.{part}", new, self._call.slots)
+            for part, new in zip(PARTS, (k, v), strict=True)
+        )
+        return ops.attention(q, keys, values, mask, scale)
+
+    def latent(
+        self,
+        layer: int,
+        q: mx.array,
+        q_rope: mx.array,
+        latent: mx.array,
+        latent_rope: mx.array,
+        *,
+        scale: float,
+    ) -> mx.array:
+        """Attention over compressed keys that are also the values (MLA, arXiv:2405.04434 §2.1).
+
+        Args:
+            layer: its number.
+            q: `[B, H, T, C]`, queries taken into the latent space.
+            q_rope: `[B, H, T, R]`, their rotated part.
+            latent: `[B, 1, T, C]`, new latents.
+            latent_rope: `[B, 1, T, R]`, new rotated keys, shared by all heads.
+            scale: of the scores.
+
+        Returns:
+            `[B, H, T, C]`, in the latent space.
+        """
+        name = f"layers.{layer}"
+        keys = self._write(f"{name}.latent", latent, self._call.slots)
+        rope = self._write(f"{name}.latent_rope", latent_rope, self._call.slots)
+        # Two products: one array with a view for the values would be copied at every step.
+        scores = q @ keys.swapaxes(-1, -2) + q_rope @ rope.swapaxes(-1, -2)
+        return ops.masked_softmax(scores * scale, self._mask(None, False, None)) @ keys
+
+    def replace(self, name: str, array: mx.array) -> None:
+        """Put a recurrent array `name` of the state in place."""
+        self.state[name] = array
+
+    def _write(self, name: str, new: mx.array, slots: mx.array) -> mx.array:
+        self.state[name] = write(self._old[name], new, slots)
+        return self.state[name]
+
+    def _attend_quantized(
+        self, name: str, q: mx.array, k: mx.array, v: mx.array, mask: mx.array, scale: float
+    ) -> mx.array:
+        batch, heads, tokens, width = q.shape
+        groups = k.shape[1]
+        packing = {
+            "group_size": kv_group_size(width),
+            "bits": self._old[f"{name}.keys"].shape[-1] * 32 // width,
+        }
+        packed = {}
+        for part, new in zip(PARTS, (k, v), strict=True):
+            pieces = mx.quantize(new, **packing)
+            packed[part] = [
+                self._write(f"{name}.{part}{suffix}", piece, self._call.slots)
+                for suffix, piece in zip(("", ".scales", ".biases"), pieces, strict=True)
+            ]
+        # Query heads that share a key head go into the token axis: broadcasting the packed cache
+        # to all heads would copy it.
+        folded = (q * scale).reshape(batch, groups, -1, width)
+        scores = mx.quantized_matmul(folded, *packed["keys"], transpose=True, **packing)
+        scores = scores.reshape(batch, groups, heads // groups, tokens, -1)
+        weights = ops.masked_softmax(scores, mask[:, :, None])
+        weights = weights.reshape(batch, groups, -1, weights.shape[-1])
+        out = mx.quantized_matmul(weights, *packed["values"], transpose=False, **packing)
+        return out.reshape(batch, heads, tokens, width)
+
+    def _attend_ring(
+        self,
+        name: str,
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        scale: float,
+        window: int | None,
+        both_sides: bool,
+    ) -> mx.array:
+        size = self._old[f"{name}.ring_keys"].shape[2] - 1
+        if window is None or q.shape[2] > size - window + 1:
+            raise InputError(
+                f"a call of {q.shape[2]} tokens, the ring of this cache takes at most "
+                f"{size - (window or size) + 1}: make the cache with a larger max_tokens"
+            )
+        call = self._call
+        fits = call.slots < self.state["positions"].shape[1] - 1  # scratch stays scratch
+        slots = mx.where(fits, call.slots % size, size)
+        keys = self._write(f"{name}.ring_keys", k, slots)
+        values = self._write(f"{name}.ring_values", v, slots)
+        mask = give_sight(self._mask(window, both_sides, size), slots)
+        return ops.attention(q, keys, values, mask, scale)
+
+    def _mask(self, window: int | None, both_sides: bool, ring: int | None) -> mx.array:
+        """bool `[B, 1, T, S or R + 1]`; layers alike share one."""
+        key = (window, both_sides, ring)
+        if key not in self._masks:
+            mask, keys = self._call.visible, self.state.get("positions")
+            if ring is not None:
+                mask, keys = self._look_into_ring(mask, ring)
+            if window is not None and keys is not None:
+                mask = mask & self._within(window, both_sides, keys)
+            if ring is None:
+                mask = give_sight(mask, self._call.slots)
+            self._masks[key] = mask
+        return self._masks[key]
+
+    def _within(self, window: int, both_sides: bool, keys: mx.array) -> mx.array:
+        assert self._queries is not None
+        # By position, not by slot: the nodes of a token tree share positions.
+        distance = self._queries[:, None, :, None] - keys[:, None, None, :]
+        near = distance < window
+        return near & (distance > -window) if both_sides else near
+
+    def _look_into_ring(self, mask: mx.array, ring: int) -> tuple[mx.array, mx.array]:
+        """Columns of the mask, and positions, of what the slots of a ring hold."""
+        newest = self._call.lengths[:, None] - 1  # [B,1]
+        column = mx.arange(ring + 1, dtype=mx.int32)
+        slot = newest - (newest - column + ring) % ring  # the newest token that belongs there
+        # Older than a full turn before the newest ever written: overwritten, later trimmed.
+        held = (slot >= 0) & (slot >= self.state["written"][:, None] - ring) & (column < ring)
+        index = mx.maximum(slot, 0)
+        mask = mx.take_along_axis(mask, index[:, None, None, :], axis=3)
+        keys = mx.take_along_axis(self.state["positions"], index, axis=1)
+        return mask & held[:, None, None, :], keys

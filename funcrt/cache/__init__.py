@@ -1,0 +1,85 @@
+"""Cache state: everything a model remembers, as a flat dict of arrays in one fixed key order.
+
+`lengths` int32 `[B]` counts the slots each row has filled; every layer adds its own arrays (see
+`funcrt.cache.layout` for the kinds). Slot S - 1 is scratch: padding and whatever does not fit is
+written there, and nothing ever sees it, so the usable capacity is S - 1.
+
+Every function takes states and returns new ones, and all but `save` and `load` trace.
+"""
+
+from __future__ import annotations
+
+from funcrt.cache.buffers import conv_window, write, write_rows, zero_padding
+from funcrt.cache.files import load, load_tokens, save
+from funcrt.cache.layout import (
+    CacheEntry,
+    CacheLayout,
+    CacheSpec,
+    CacheState,
+    attention_entries,
+    check_state,
+    init_cache,
+    kind_of,
+    layout_of,
+    row_entries,
+    state_bytes,
+    state_size,
+)
+from funcrt.cache.placement import (
+    Placement,
+    check_call,
+    give_sight,
+    pack,
+    place,
+    unpack,
+)
+from funcrt.cache.rows import (
+    can_trim,
+    clear,
+    fork,
+    grow,
+    insert,
+    keep,
+    restore,
+    select,
+    snapshot,
+    trim,
+)
+
+__all__ = [
+    "CacheEntry",
+    "CacheLayout",
+    "CacheSpec",
+    "CacheState",
+    "Placement",
+    "attention_entries",
+    "can_trim",
+    "check_call",
+    "check_state",
+    "clear",
+    "conv_window",
+    "fork",
+    "give_sight",
+    "grow",
+    "init_cache",
+    "insert",
+    "keep",
+    "kind_of",
+    "layout_of",
+    "load",
+    "load_tokens",
+    "pack",
+    "place",
+    "restore",
+    "row_entries",
+    "save",
+    "select",
+    "snapshot",
+    "state_bytes",
+    "state_size",
+    "trim",
+    "unpack",
+    "write",
+    "write_rows",
+    "zero_padding",
+]

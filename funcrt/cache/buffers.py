@@ -1,0 +1,48 @@
+"""Writing what a call computed into the arrays of a cache state."""
+
+from __future__ import annotations
+
+from funcrt.cache.placement import Placement
+
+import mlx.core as mx
+
+
+def write(buffer: mx.array, values: mx.array, slots: mx.array) -> mx.array:
+    """`buffer` `[B, K, S, D]` with packed `values` `[B, K, T, D]` in `slots` int32 `[B, T]`.
+
+    Slots must never leave the buffer: MLX does not check indices, and past the end it would
+    overwrite another head.
+    """
+    index = mx.broadcast_to(slots[:, None, :, None], values.shape)
+    return mx.put_along_axis(buffer, index, values.astype(buffer.dtype), axis=2)
+
+
+def write_rows(buffer: mx.array, values: mx.array, slots: mx.array) -> mx.array:
+    """`buffer` `[B, S]` with packed `values` `[B, T]` in `slots` int32 `[B, T]`."""
+    return mx.put_along_axis(buffer, slots, values.astype(buffer.dtype), axis=1)
+
+
+# --- recurrent layers: state that is replaced at every call -----------------------------------
+
+
+def zero_padding(x: mx.array, call: Placement) -> mx.array:
+    """Packed `x [B, T, ...]` with zeros at padding, so that it adds nothing to a state."""
+    return mx.where(call.real.reshape(*call.real.shape, *[1] * (x.ndim - 2)), x, 0)
+
+
+def conv_window(buffer: mx.array, x: mx.array, call: Placement) -> tuple[mx.array, mx.array]:
+    """What a causal convolution of width k reads, and the inputs that it keeps for the next call.
+
+    Args:
+        buffer: `[B, k - 1, C]`, the last inputs of earlier calls.
+        x: packed inputs `[B, T, C]`.
+        call: says how many of them are real.
+
+    Returns:
+        `[B, k - 1 + T, C]` with zeros at padding, and the new buffer: the last k - 1 real inputs.
+    """
+    joined = mx.concatenate([buffer, zero_padding(x, call).astype(buffer.dtype)], axis=1)
+    kept = buffer.shape[1]
+    count = call.lengths - call.offset  # [B]
+    index = count[:, None] + mx.arange(kept, dtype=mx.int32)  # [B,k-1]
+    return joined, mx.take_along_axis(joined, index[..., None], axis=1)

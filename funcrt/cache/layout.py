@@ -1,0 +1,221 @@
+"""Which arrays a cache state has, for every kind of cache.
+
+Kinds, told apart by the last part of an array's name:
+
+| kind | names | axes |
+|---|---|---|
+| row | `lengths`; where there are rings `written`, `slack` | `[B]` |
+| positions | `positions`, where there are windows | `[B, S]` |
+| full | `keys`, `values` | `[B, K, S, D]` |
+| quantized | the same, packed in uint32, with `keys.scales`, `keys.biases` ... | `[B, K, S, ..]` |
+| latent | `latent`, `latent_rope` | `[B, 1, S, ..]` |
+| ring | `ring_keys`, `ring_values` | `[B, K, R + 1, D]` |
+| recurrent | anything else | `[B, ...]` |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from funcrt.errors import CacheError
+from funcrt.params import FLOATS
+
+import mlx.core as mx
+
+CacheState = dict[str, mx.array]
+
+DTYPES = {**FLOATS, "int32": mx.int32, "uint32": mx.uint32}
+PARTS = ("keys", "values")
+
+_KINDS = {
+    "lengths": "row",
+    "written": "row",
+    "slack": "row",
+    "positions": "positions",
+    "keys": "full",
+    "values": "full",
+    "latent": "latent",
+    "latent_rope": "latent",
+    "ring_keys": "ring",
+    "ring_values": "ring",
+    "scales": "quantized",
+    "biases": "quantized",
+}
+_SLOT_AXIS = {"positions": 1, "full": 2, "quantized": 2, "latent": 2}
+
+
+class CacheEntry(NamedTuple):
+    """One array of a cache state. In `shape`, "B" and "S" stand for batch and capacity.
+
+    An empty state holds `fill` everywhere.
+    """
+
+    name: str
+    shape: tuple[int | str, ...]
+    dtype: str
+    fill: int = 0
+
+    @property
+    def kind(self) -> str:
+        """The kind of cache that it belongs to."""
+        return "quantized" if self.dtype == "uint32" else kind_of(self.name)
+
+    def sizes(self, batch: int, capacity: int) -> tuple[int, ...]:
+        """The array's shape for B rows and S slots."""
+        known = {"B": batch, "S": capacity}
+        return tuple(known[axis] if isinstance(axis, str) else axis for axis in self.shape)
+
+
+CacheSpec = tuple[CacheEntry, ...]
+
+class CacheLayout(NamedTuple):
+    """Choices that a model leaves open: how its layers keep what they keep.
+
+    Attributes:
+        kv_bits: pack keys and values in 8 or 4 bits (layers with full caches); None keeps them.
+        max_tokens: layers with a window keep a ring for calls of at most this many tokens; None
+            keeps full caches.
+    """
+
+    kv_bits: int | None = None
+    max_tokens: int | None = None
+
+
+def attention_entries(
+    layer: int, heads: int, width: int, dtype: str, layout: CacheLayout, window: int | None = None
+) -> CacheSpec:
+    """Keys and values of one attention layer: full, quantized, or a ring for a `window`.
+
+    Raises CacheError where `width` cannot be packed.
+    """
+    name = f"layers.{layer}"
+    if window is not None and layout.max_tokens is not None:
+        shape: tuple[int | str, ...] = ("B", heads, ring_size(window, layout.max_tokens) + 1, width)
+        return tuple(CacheEntry(f"{name}.ring_{part}", shape, dtype) for part in PARTS)
+    if layout.kv_bits is None:
+        return tuple(
+            CacheEntry(f"{name}.{part}", ("B", heads, "S", width), dtype) for part in PARTS
+        )
+    group = kv_group_size(width)
+    sizes = [
+        ("", width * layout.kv_bits // 32, "uint32"),
+        (".scales", width // group, dtype),
+        (".biases", width // group, dtype),
+    ]
+    return tuple(
+        CacheEntry(f"{name}.{part}{suffix}", ("B", heads, "S", size), kind)
+        for part in PARTS
+        for suffix, size, kind in sizes
+    )
+
+
+def row_entries(layout: CacheLayout, window: int | None = None) -> CacheSpec:
+    """What a state keeps per row, for a model whose layers have at most the one `window`."""
+    entries = [CacheEntry("lengths", ("B",), "int32")]
+    if window is not None:
+        entries.append(CacheEntry("positions", ("B", "S"), "int32"))
+        if layout.max_tokens is not None:
+            entries.append(CacheEntry("written", ("B",), "int32"))
+            entries.append(CacheEntry("slack", ("B",), "int32", fill=layout.max_tokens))
+    return tuple(entries)
+
+
+def ring_size(window: int, max_tokens: int) -> int:
+    """R: slots of a ring, so that a call of `max_tokens` overwrites nothing that it still sees."""
+    return window + max_tokens - 1
+
+
+def kv_group_size(width: int) -> int:
+    """Values that share a scale in a quantized cache. Raises CacheError if none divides `width`."""
+    for group in (64, 32):
+        if width % group == 0:
+            return group
+    raise CacheError(f"kv_bits needs a head size divisible by 32, this model has {width}")
+
+
+def layout_of(
+    state: Mapping[str, mx.array], width: int, window: int | None = None
+) -> CacheLayout:
+    """The layout that a state was made with, for heads of `width` and the model's `window`."""
+    bits = max_tokens = None
+    for name, array in state.items():
+        part = name.rsplit(".", maxsplit=1)[-1]
+        if part == "keys" and array.dtype == mx.uint32:
+            bits = array.shape[-1] * 32 // width
+        elif part == "ring_keys" and window is not None and array.ndim == 4:
+            max_tokens = array.shape[2] - window
+    return CacheLayout(bits, max_tokens)
+
+
+def kind_of(name: str) -> str:
+    """The kind of cache that the array `name` belongs to."""
+    return _KINDS.get(name.rsplit(".", maxsplit=1)[-1], "recurrent")
+
+
+def slot_axis(name: str) -> int | None:
+    """The axis of the array `name` that has S slots, or None."""
+    return _SLOT_AXIS.get(kind_of(name))
+
+
+def init_cache(spec: CacheSpec, batch: int, capacity: int) -> CacheState:
+    """An empty state for `batch` rows and `capacity` slots, one of them scratch.
+
+    Raises CacheError unless batch >= 1 and capacity >= 2.
+    """
+    if batch < 1 or capacity < 2:
+        raise CacheError(
+            f"cache: expected batch >= 1 and capacity >= 2 (one slot is scratch), "
+            f"got batch {batch}, capacity {capacity}"
+        )
+    return {
+        entry.name: mx.full(entry.sizes(batch, capacity), entry.fill, dtype=DTYPES[entry.dtype])
+        for entry in spec
+    }
+
+
+def check_state(spec: CacheSpec, state: Mapping[str, mx.array]) -> CacheState:
+    """The same arrays in the fixed order (loading a file may reorder keys, and order retraces).
+
+    Raises CacheError naming what is missing, unknown, misshapen or of another dtype.
+    """
+    names = [entry.name for entry in spec]
+    if missing := [name for name in names if name not in state]:
+        raise CacheError(f"cache of another model: it has no {', '.join(missing[:4])}")
+    if unknown := sorted(state.keys() - set(names)):
+        raise CacheError(f"cache of another model: unknown arrays {', '.join(unknown[:4])}")
+    batch, capacity = state_size(state)
+    for entry in spec:
+        array, expected = state[entry.name], entry.sizes(batch, capacity)
+        if array.shape != expected or array.dtype != DTYPES[entry.dtype]:
+            raise CacheError(
+                f"cache {entry.name}: expected {entry.dtype} {list(expected)}, "
+                f"got {array.dtype} {list(array.shape)}"
+            )
+    return {name: state[name] for name in names}
+
+
+def state_size(state: Mapping[str, mx.array]) -> tuple[int, int]:
+    """Batch and capacity of a state; the capacity is 1 where nothing has slots.
+
+    Raises CacheError when an array has too few axes.
+    """
+    batch = capacity = 0
+    for name, array in state.items():
+        axis = slot_axis(name)
+        if array.ndim <= (axis or 0):
+            raise CacheError(f"cache {name}: has shape {list(array.shape)}, too few axes")
+        batch = batch or array.shape[0]
+        capacity = capacity or (array.shape[axis] if axis else 0)
+    return batch, capacity or 1
+
+
+def state_bytes(spec: CacheSpec, batch: int, capacity: int) -> int:
+    """Bytes that `init_cache` allocates."""
+    total = 0
+    for entry in spec:
+        count = DTYPES[entry.dtype].size
+        for size in entry.sizes(batch, capacity):
+            count *= size
+        total += count
+    return total
