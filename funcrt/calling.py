@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from funcrt import cache, masks
 from funcrt.buckets import BucketPlan
-from funcrt.cache import CacheSpec, CacheState
+from funcrt.cache import CacheState
 from funcrt.compiled import Compiled
 from funcrt.errors import InputError
 
@@ -24,8 +24,11 @@ class CallForm(ABC):
     """`logits, cache = model(tokens, mask, cache)`, for anything that runs the contract."""
 
     vocab_size: int
-    cache_spec: CacheSpec
     tokenizer: Tokenizer | None
+
+    @abstractmethod
+    def check_cache(self, state: CacheState) -> CacheState:
+        """The same arrays in the fixed order. Raises CacheError for a cache of another model."""
 
     @abstractmethod
     def init_cache(self, batch: int, capacity: int) -> CacheState:
@@ -69,7 +72,7 @@ class CallForm(ABC):
         """
         ids = as_tokens(tokens, self.vocab_size)
         rows, count = ids.shape
-        state = None if cache is None else _check_rows(self.cache_spec, cache, rows)
+        state = None if cache is None else _check_rows(self.check_cache(cache), rows)
         if mask is not None and mask.ndim != 2:
             mask = _fit_mask(masks.as_mask(mask), rows, count, state)
             real = mx.any(mask, axis=(1, 3))
@@ -138,8 +141,7 @@ def _size(state: CacheState) -> tuple[int, int]:
     return cache.state_size(state)
 
 
-def _check_rows(spec: CacheSpec, state: CacheState, rows: int) -> CacheState:
-    state = cache.check_state(spec, state)
+def _check_rows(state: CacheState, rows: int) -> CacheState:
     if _size(state)[0] < rows:
         raise InputError(f"tokens have {rows} rows, the cache has {_size(state)[0]}")
     return state

@@ -17,7 +17,7 @@ _USED = {
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
     "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "hidden_act",
     "max_position_embeddings", "original_max_position_embeddings", "attention_bias", "mlp_bias",
-    "tie_word_embeddings",
+    "tie_word_embeddings", "sliding_window",
     "rope_theta", "rope_scaling", "rope_parameters", "quantization", "quantization_config",
 }  # fmt: skip
 
@@ -34,8 +34,9 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "pretraining_tp": (None, 1),
     "rope_interleaved": (None, False),
     "partial_rotary_factor": (None, 1, 1.0),
-    "sliding_window": (None,),
 }
+
+_WINDOWED = {"mistral"}  # a query sees keys less than `sliding_window` positions before it
 
 _ROPE_KEYS: dict[str, set[str]] = {
     "default": set(),
@@ -169,6 +170,7 @@ class ModelConfig:
     attention_bias: bool = False
     mlp_bias: bool = False
     tie_word_embeddings: bool = False
+    sliding_window: int | None = None
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
@@ -178,15 +180,19 @@ class ModelConfig:
             raise ConfigError(f"config rms_norm_eps: expected a number, got {self.norm_eps!r}")
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads",
                      "num_kv_heads", "head_dim", "max_positions"):  # fmt: skip
-            value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if not whole or not 0 < value < 1 << 31:
-                raise ConfigError(f"config {name}: expected a positive int32, got {value!r}")
+            _check_size(name, getattr(self, name))
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_attention_heads ({self.num_heads}) must be a multiple of "
                 f"num_key_value_heads ({self.num_kv_heads})"
             )
+        if self.sliding_window is not None:
+            if self.model_type not in _WINDOWED:
+                raise ConfigError(
+                    f"config sliding_window={self.sliding_window!r} is not supported for "
+                    f"{self.model_type!r}"
+                )
+            _check_size("sliding_window", self.sliding_window)
         if self.head_dim % 2:
             raise ConfigError(f"head_dim must be even for rotary embedding, got {self.head_dim}")
         if self.hidden_act not in ACTIVATIONS:
@@ -244,13 +250,14 @@ class ModelConfig:
             attention_bias=bool(hf.get("attention_bias", False)),
             mlp_bias=bool(hf.get("mlp_bias", False)),
             tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
+            sliding_window=hf.get("sliding_window"),
             dtype=dtype,
         )
 
     def to_hf(self) -> dict[str, Any]:
         """A Hugging Face `config.json` that `from_hf`, transformers and mlx-lm read alike."""
         return {
-            "architectures": ["LlamaForCausalLM"],
+            "architectures": [f"{self.model_type.capitalize()}ForCausalLM"],
             "model_type": self.model_type,
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
@@ -265,6 +272,7 @@ class ModelConfig:
             "attention_bias": self.attention_bias,
             "mlp_bias": self.mlp_bias,
             "tie_word_embeddings": self.tie_word_embeddings,
+            **({} if self.model_type not in _WINDOWED else {"sliding_window": self.sliding_window}),
             **self.rope.to_hf(),
         }
 
@@ -279,6 +287,12 @@ class ModelConfig:
             return cls(**{**data, "rope": RopeConfig(**data["rope"])})
         except (KeyError, TypeError) as error:
             raise ConfigError(f"model config does not have the expected fields: {error}") from None
+
+
+def _check_size(name: str, value: object) -> None:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or not 0 < value < 1 << 31:  # type: ignore[operator]
+        raise ConfigError(f"config {name}: expected a positive int32, got {value!r}")
 
 
 def _required(hf: Mapping[str, Any], key: str) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 from funcrt import cache, models, steps, storage
 from funcrt import params as weights
 from funcrt.buckets import Bucket, BucketPlan, default_plan
-from funcrt.cache import CacheState
+from funcrt.cache import CacheLayout, CacheSpec, CacheState
 from funcrt.calling import CallForm
 from funcrt.compiled import Compiled
 from funcrt.config import ModelConfig
@@ -48,7 +48,6 @@ class Model(CallForm):
         self.params = weights.check_params(self.spec, params)
         self.tokenizer = tokenizer
         self.vocab_size = config.vocab_size
-        self.cache_spec = self.family.cache_spec(config)
 
     def forward(
         self,
@@ -73,12 +72,46 @@ class Model(CallForm):
         Raises:
             InputError, CacheError: when traced, shapes or dtypes that do not fit.
         """
-        state = cache.check_state(self.cache_spec, cache_state)
+        state = self.check_cache(cache_state)
         return steps.forward(self.family, self.config, params, tokens, mask, state, positions)
 
-    def init_cache(self, batch: int, capacity: int) -> CacheState:
-        """An empty cache state for `batch` rows and `capacity` slots, one of them scratch."""
-        return cache.init_cache(self.cache_spec, batch, capacity)
+    def init_cache(
+        self,
+        batch: int,
+        capacity: int,
+        kv_bits: int | None = None,
+        max_tokens: int | None = None,
+    ) -> CacheState:
+        """An empty cache state.
+
+        Args:
+            batch: rows.
+            capacity: slots, one of them scratch.
+            kv_bits: 8 or 4 packs keys and values; None keeps them in the compute dtype.
+            max_tokens: layers with a sliding window keep a ring for calls of at most this many
+                tokens; None keeps every slot.
+
+        Raises:
+            CacheError: sizes, or `kv_bits` or `max_tokens` that the model cannot have.
+        """
+        return cache.init_cache(self.cache_spec(CacheLayout(kv_bits, max_tokens)), batch, capacity)
+
+    def cache_spec(self, layout: CacheLayout) -> CacheSpec:
+        """The arrays of a cache state in a layout. Raises CacheError if it is impossible."""
+        cache.check_layout(layout)
+        spec: CacheSpec = self.family.cache_spec(self.config, layout)
+        return spec
+
+    def check_cache(self, state: CacheState) -> CacheState:
+        """The same arrays in the fixed order. Raises CacheError for a cache of another model."""
+        layout = cache.layout_of(state, self.config.head_dim, self.config.sliding_window)
+        return cache.check_state(self.cache_spec(layout), state)
+
+    def choose_layout(self, plan: BucketPlan, kv_bits: int | None = None) -> CacheLayout:
+        """The layout for a plan: rings where a window makes them smaller than full caches."""
+        window, longest = self.config.sliding_window, plan.tokens[-1]
+        rings = window is not None and window + longest < plan.capacity[-1]
+        return CacheLayout(kv_bits, longest if rings else None)
 
     @cached_property
     def preparation(self) -> Preparation:
@@ -97,24 +130,39 @@ class Model(CallForm):
         mx.eval(ready)
         return ready
 
-    def compiled(self, plan: BucketPlan | None = None) -> Compiled:
-        """The step functions over `plan`; shapes compile when they are first used."""
+    def compiled(
+        self, plan: BucketPlan | None = None, kv_bits: int | None = None, eager: bool = False
+    ) -> Compiled:
+        """The step functions over `plan`; shapes compile when they are first used.
+
+        Args:
+            plan: declared shapes; None takes `buckets.default_plan`.
+            kv_bits: 8 or 4 packs the cache's keys and values.
+            eager: run without `mx.compile`.
+        """
+        plan = plan or default_plan(self.config.max_positions)
+        layout = self.choose_layout(plan, kv_bits)
         return Compiled(
-            self.flat_step,
+            lambda name, bucket: self.flat_step(name, bucket, layout),
             params=list(self.prepared.values()),
-            cache_spec=self.cache_spec,
-            plan=plan or default_plan(self.config.max_positions),
+            cache_spec=self.cache_spec(layout),
+            plan=plan,
             vocab_size=self.vocab_size,
             dtype=self.config.dtype,
+            eager=eager,
         )
 
-    def flat_step(self, name: str, bucket: Bucket) -> FlatFunction:
+    def flat_step(
+        self, name: str, bucket: Bucket, layout: CacheLayout = CacheLayout()
+    ) -> FlatFunction:
         """The flat form of a row of `steps.STEPS` for one bucket."""
         return flatten(
-            steps.make_step(name, self.family, self.config), *self.example(name, bucket)
+            steps.make_step(name, self.family, self.config), *self.example(name, bucket, layout)
         )[0]
 
-    def example(self, name: str, bucket: Bucket) -> list[Params | mx.array | CacheState]:
+    def example(
+        self, name: str, bucket: Bucket, layout: CacheLayout = CacheLayout()
+    ) -> list[Params | mx.array | CacheState]:
         """Arguments of a step with the right structure, shapes and dtypes (zeros, unevaluated)."""
         step = steps.STEPS[name]
         arguments: list[Params | mx.array | CacheState] = []
@@ -124,7 +172,8 @@ class Model(CallForm):
             shape, dtype = steps.input_shape(label, bucket, self.vocab_size, self.config.dtype)
             arguments.append(mx.zeros(shape, dtype))
         if step.has_state:
-            arguments.append(self.init_cache(bucket.batch, bucket.capacity))
+            spec = self.cache_spec(layout)
+            arguments.append(cache.init_cache(spec, bucket.batch, bucket.capacity))
         return arguments
 
     def choose_size(self, rows: int, tokens: int) -> tuple[int, int]:

@@ -21,6 +21,7 @@ from funcrt.bundle.manifest import (
     describe_step,
 )
 from funcrt.bundle.records import decode, encode, parse_json
+from funcrt.cache.layout import DTYPES, slot_axis
 from funcrt.errors import BundleError
 from funcrt.params import FLOATS
 from funcrt.steps import STEPS
@@ -115,18 +116,26 @@ def _check_numbers(manifest: Manifest) -> None:
 
 
 def _check_state(manifest: Manifest) -> None:
-    first, *rest = manifest.cache or (None,)
-    if first is None or (first.name, first.shape, first.dtype) != ("lengths", ("B",), "int32"):
+    if not manifest.cache or manifest.cache[0].name != "lengths":
         raise BundleError(f"{MANIFEST}: cache must begin with lengths, int32 [B]")
-    for array in rest:
-        form = [type(axis) if isinstance(axis, int) else axis for axis in array.shape]
-        if array.kind != "full" or form != ["B", int, "S", int] or array.dtype not in FLOATS:
+    for array, entry in zip(manifest.cache, manifest.cache_spec, strict=True):
+        axis = slot_axis(array.name)
+        sizes = [size for size in array.shape if isinstance(size, int)]
+        sound = (
+            array.kind == entry.kind
+            and array.dtype in DTYPES
+            and array.shape[:1] == ("B",)
+            and [i for i, size in enumerate(array.shape) if size == "S"] == ([axis] if axis else [])
+            and array.shape.count("B") == 1
+            and all(size == "S" or size == "B" or isinstance(size, int) for size in array.shape)
+            and all(0 < size <= _LARGEST for size in sizes)
+            and 0 <= array.fill <= _LARGEST
+        )
+        if not sound:
             raise BundleError(
-                f"{MANIFEST}: cache {array.name}: expected kind 'full', [B, heads, S, width] of "
-                f"a float dtype, got {array.kind!r}, {list(array.shape)}, {array.dtype}"
+                f"{MANIFEST}: cache {array.name}: kind {array.kind!r}, shape {list(array.shape)}, "
+                f"{array.dtype} is not one that this funcrt knows"
             )
-        if not all(0 < axis <= _LARGEST for axis in array.shape if isinstance(axis, int)):
-            raise BundleError(f"{MANIFEST}: cache {array.name}: shape {list(array.shape)}")
 
 
 def _check_path(path: str) -> None:

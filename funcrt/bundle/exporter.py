@@ -37,6 +37,7 @@ from funcrt.bundle.manifest import (
 )
 from funcrt.bundle.publish import publish, staging
 from funcrt.bundle.verifier import Progress
+from funcrt.cache import CacheLayout
 from funcrt.errors import BundleError, FuncrtError
 from funcrt.flat import flatten
 from funcrt.model import Model
@@ -52,7 +53,11 @@ _GRAPH_BYTES, _GRAPH_BYTES_PER_INPUT = 1_000_000, 8_000
 
 
 def export(
-    model: Model, folder: str | Path, plan: BucketPlan, progress: Progress | None = None
+    model: Model,
+    folder: str | Path,
+    plan: BucketPlan,
+    progress: Progress | None = None,
+    kv_bits: int | None = None,
 ) -> Bundle:
     """Write `model` as a bundle that runs without the model's code.
 
@@ -64,6 +69,7 @@ def export(
         folder: where the bundle goes; by habit its name ends in `.funcrt`.
         plan: the shapes to export.
         progress: called with `(done, total, item)`.
+        kv_bits: 8 or 4 packs the cache's keys and values.
 
     Returns:
         The bundle; `bundle.manifest.report` has times, sizes and errors per function.
@@ -75,7 +81,7 @@ def export(
     target = Path(os.path.abspath(folder))  # noqa: PTH100 (resolve() would follow a link)
     try:
         with staging(target) as place:
-            bundle = _write(model, plan, place, progress or _silent)
+            bundle = _write(model, plan, kv_bits, place, progress or _silent)
             publish(place, target)
     except FuncrtError:
         raise
@@ -85,16 +91,19 @@ def export(
     return bundle
 
 
-def _write(model: Model, plan: BucketPlan, folder: Path, progress: Progress) -> Bundle:
+def _write(
+    model: Model, plan: BucketPlan, kv_bits: int | None, folder: Path, progress: Progress
+) -> Bundle:
     """Fill and verify an empty folder; the bundle that it returns is open, but not yet in place."""
     begin = time.perf_counter()
-    recorder = Recorder(model, plan)
-    manifest = _describe(model, plan)
+    layout = model.choose_layout(plan, kv_bits)
+    recorder = Recorder(model, plan, kv_bits)
+    manifest = _describe(model, plan, layout)
     # Weights and every function; golden calls; every function again when it is verified.
     tick = _Ticker(progress, 1 + 2 * len(manifest.functions) + recorder.ticks)
     _save_weights(model, manifest, folder)
     tick("weights")
-    reports = [_export_function(model, entry, folder, tick) for entry in manifest.functions]
+    reports = [_export_function(model, layout, entry, folder, tick) for entry in manifest.functions]
     recording = recorder.record(tick)
     save_arrays(folder / recording.golden.file, recording.arrays)
     manifest = replace(manifest, golden=recording.golden, files=describe_files(folder))
@@ -123,7 +132,7 @@ class _Ticker:
         self._progress(self._done, self._total, item)
 
 
-def _describe(model: Model, plan: BucketPlan) -> Manifest:
+def _describe(model: Model, plan: BucketPlan, layout: CacheLayout) -> Manifest:
     """The manifest without what is only known at the end: golden calls, files, report."""
     device = device_class()
     shards = _shard(model.params)
@@ -136,7 +145,7 @@ def _describe(model: Model, plan: BucketPlan) -> Manifest:
         max_positions=model.config.max_positions,
         dtype=model.config.dtype,
         plan=plan,
-        cache=describe_state(model.cache_spec),
+        cache=describe_state(model.cache_spec(layout)),
         params=ParamsEntry(
             files=tuple(_shard_name(i, len(shards)) for i in range(len(shards))),
             stored=describe_arrays(model.params),
@@ -182,7 +191,7 @@ def _shard_name(index: int, count: int) -> str:
 
 
 def _export_function(
-    model: Model, entry: FunctionEntry, folder: Path, tick: _Ticker
+    model: Model, layout: CacheLayout, entry: FunctionEntry, folder: Path, tick: _Ticker
 ) -> FunctionReport:
     begin = time.perf_counter()
     path = folder / entry.file
@@ -191,8 +200,8 @@ def _export_function(
         function = flatten(model.prepare, model.params)[0]
         example = list(model.params.values())
     else:
-        function = model.flat_step(entry.name, entry.bucket)
-        example = _leaves(model.example(entry.name, entry.bucket))
+        function = model.flat_step(entry.name, entry.bucket, layout)
+        example = _leaves(model.example(entry.name, entry.bucket, layout))
     mx.export_function(str(path), function, *example)
     size = path.stat().st_size
     if size > _GRAPH_BYTES + _GRAPH_BYTES_PER_INPUT * len(example):

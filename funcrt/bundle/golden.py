@@ -59,9 +59,10 @@ class Recording(NamedTuple):
 class Recorder:
     """Makes the golden section of a model and a plan."""
 
-    def __init__(self, model: Model, plan: BucketPlan) -> None:
+    def __init__(self, model: Model, plan: BucketPlan, kv_bits: int | None) -> None:
         self._model = model
         self._plan = plan
+        self._kv_bits = kv_bits
         self._cases = make_layout(plan, model.vocab_size)
         self._references = References(self._cases)
 
@@ -133,22 +134,14 @@ class Recorder:
     def _allow(self, call: GoldenCall, worst: float) -> GoldenCall:
         """Limit one call by the eager run's largest error, since that of a few values is chance."""
         on_cpu = mx.default_device().type == mx.DeviceType.cpu
-        exact = call.function == "sample" or (on_cpu and self._model.config.dtype == "float32")
+        plain = self._model.config.dtype == "float32" and self._kv_bits is None
+        exact = call.function == "sample" or (on_cpu and plain)
         # Other devices may multiply float32 in fewer bits; eager runs there do, too.
         allowed = 0.0 if exact else _EAGER_ALLOWED * worst
         return replace(call, allowed=max(_FLOAT32_ALLOWED, allowed))
 
     def _compiled(self, eager: bool) -> Compiled:
-        model = self._model
-        return Compiled(
-            model.flat_step,
-            params=list(model.prepared.values()),
-            cache_spec=model.cache_spec,
-            plan=self._plan,
-            vocab_size=model.vocab_size,
-            dtype=model.config.dtype,
-            eager=eager,
-        )
+        return self._model.compiled(self._plan, self._kv_bits, eager)
 
 
 def _expect(model: Model, call: Call, found: Sequence[Reference]) -> tuple[float, Arrays]:

@@ -166,7 +166,7 @@ class Bundle(CallForm):
             InputError, CacheError: shapes or dtypes that do not fit.
             CapacityError: sizes that were not exported.
         """
-        state = cache.check_state(self.cache_spec, cache_state)
+        state = self.check_cache(cache_state)
         cache.check_call(tokens, mask, state, None)
         wanted = tokens.shape[1]
         size = self.plan.choose_tokens(wanted)
@@ -180,6 +180,10 @@ class Bundle(CallForm):
             mask = mx.pad(mask, [(0, 0), (0, 0), (0, size - wanted), (0, 0)])
         logits, state = self.functions.forward(tokens, mask, state)
         return logits[:, :wanted] if size > wanted else logits, state
+
+    def check_cache(self, state: CacheState) -> CacheState:
+        """The same arrays in the fixed order. Raises CacheError for a cache of another model."""
+        return cache.check_state(self.cache_spec, state)
 
     def choose_size(self, rows: int, tokens: int) -> tuple[int, int]:
         """The smallest declared batch and capacity. Raises CapacityError."""

@@ -185,11 +185,8 @@ class Manifest:
 
     @property
     def cache_spec(self) -> CacheSpec:
-        """The state's arrays, `lengths` left out."""
-        return tuple(
-            CacheEntry(array.name, int(array.shape[1]), int(array.shape[3]), array.dtype)
-            for array in self.cache[1:]
-        )
+        """The state's arrays."""
+        return tuple(CacheEntry(a.name, a.shape, a.dtype, a.fill) for a in self.cache)
 
     def step_functions(self, device: str) -> dict[tuple[str, Bucket], FunctionEntry]:
         """The functions of a device class that this version of funcrt calls."""
@@ -209,10 +206,7 @@ class Manifest:
 
 def describe_state(spec: CacheSpec) -> tuple[StateArray, ...]:
     """A cache spec as the manifest lists it."""
-    return (
-        StateArray("lengths", "lengths", ("B",), "int32"),
-        *(StateArray(e.name, "full", ("B", e.heads, "S", e.width), e.dtype) for e in spec),
-    )
+    return tuple(StateArray(e.name, e.kind, e.shape, e.dtype, e.fill) for e in spec)
 
 
 def describe_step(name: str, bucket: Bucket, device: str, manifest: Manifest) -> FunctionEntry:

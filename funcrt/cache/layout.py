@@ -82,6 +82,14 @@ class CacheLayout(NamedTuple):
     max_tokens: int | None = None
 
 
+def check_layout(layout: CacheLayout) -> None:
+    """Raise CacheError unless a layout's numbers are possible."""
+    if layout.kv_bits not in (None, 4, 8):
+        raise CacheError(f"kv_bits: expected 8, 4 or None, got {layout.kv_bits!r}")
+    if layout.max_tokens is not None and layout.max_tokens < 1:
+        raise CacheError(f"max_tokens: expected at least 1, got {layout.max_tokens!r}")
+
+
 def attention_entries(
     layer: int, heads: int, width: int, dtype: str, layout: CacheLayout, window: int | None = None
 ) -> CacheSpec:
@@ -161,11 +169,12 @@ def slot_axis(name: str) -> int | None:
 def init_cache(spec: CacheSpec, batch: int, capacity: int) -> CacheState:
     """An empty state for `batch` rows and `capacity` slots, one of them scratch.
 
-    Raises CacheError unless batch >= 1 and capacity >= 2.
+    Raises CacheError unless batch >= 1 and capacity >= 2 (1 where nothing has slots).
     """
-    if batch < 1 or capacity < 2:
+    least = 2 if any("S" in entry.shape for entry in spec) else 1
+    if batch < 1 or capacity < least:
         raise CacheError(
-            f"cache: expected batch >= 1 and capacity >= 2 (one slot is scratch), "
+            f"cache: expected batch >= 1 and capacity >= {least} (one slot is scratch), "
             f"got batch {batch}, capacity {capacity}"
         )
     return {

@@ -7,7 +7,7 @@ from types import ModuleType
 from funcrt.errors import ConfigError
 from funcrt.models import llama
 
-FAMILIES: dict[str, ModuleType] = {"llama": llama}
+FAMILIES: dict[str, ModuleType] = {"llama": llama, "mistral": llama}
 
 
 def family(model_type: str) -> ModuleType:

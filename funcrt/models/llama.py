@@ -1,4 +1,7 @@
-"""Llama (arXiv:2302.13971, 2307.09288): RMS norms, rotary grouped-query attention, gated MLP."""
+"""Llama (arXiv:2302.13971, 2307.09288): RMS norms, rotary grouped-query attention, gated MLP.
+
+Mistral (arXiv:2310.06825) is the same with a sliding window: a query sees q - k < W.
+"""
 
 from __future__ import annotations
 
