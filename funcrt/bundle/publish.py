@@ -12,9 +12,9 @@ import ctypes
 import errno
 import fcntl
 import os
+import secrets
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,8 +37,8 @@ def staging(target: Path) -> Iterator[Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     with _locked(target.parent):
         _clean_up(target)
-        folder = Path(tempfile.mkdtemp(".tmp", f".{target.name}.", target.parent))
-        folder.chmod(0o777 & ~_umask())  # mkdtemp keeps others out, which a bundle need not
+        folder = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+        folder.mkdir()
         lock = _lock(folder)
     try:
         yield folder
@@ -164,12 +164,6 @@ def _lock(folder: Path) -> int | None:
         os.close(handle)
         return None
     return handle
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _sync_tree(folder: Path) -> None:

@@ -149,6 +149,17 @@ def test_functions_that_do_not_run_are_not_published(
     assert is_intact(target)
 
 
+@pytest.mark.parametrize("moment", ["export prepare", "verify prepare"])
+def test_an_interrupt_leaves_nothing(model: Model, target: Path, moment: str) -> None:
+    def interrupt(done: int, total: int, item: str) -> None:
+        if item == moment:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        export(model, target, SMALL, interrupt)
+    assert is_intact(target)
+
+
 def test_weights_in_a_graph_are_refused(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,6 +192,15 @@ def test_unusual_plans(model: Model, tmp_path: Path, plan: BucketPlan) -> None:
     bundle = export(model, tmp_path / "out", plan)
     tokens = TOKENS[: plan.capacity[-1] - 1]
     assert relative_error(bundle(tokens)[0][0], run_plain(model, tokens)[0]) <= TOLERANCE
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["float32", "affine", "float16", "bfloat16"])
+def test_a_wide_plan(tmp_path: Path, kind: str) -> None:
+    plan = BucketPlan(batch=(1, 2, 5), tokens=(1, 3, 16, 64), capacity=(64, 300))
+    rows = verify(export(make_model(kind), tmp_path / "out", plan))
+    assert all(row.passed for row in rows)
+    assert len(rows) == 1 + 3 * (3 * 2 * 10 + 3)
 
 
 def test_large_weights_are_split(
