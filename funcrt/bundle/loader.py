@@ -242,10 +242,7 @@ def _open(folder: Path) -> Bundle:
         )
     checks.check_digest(folder, digest)
     checks.check_files(folder, manifest)
-    entries = [
-        manifest.prepare_function(device),
-        *manifest.step_functions(device).values(),
-    ]
+    entries = [manifest.prepare_function(device), *manifest.step_functions(device).values()]
     # Held in memory, so that a bundle that is replaced later still runs.
     graphs = {entry.key: checks.read_file(folder, entry.file, manifest) for entry in entries}
     return Bundle(
