@@ -13,14 +13,23 @@ from funcrt.cache import CacheState
 from funcrt.calling import CallForm
 from funcrt.compiled import Compiled
 from funcrt.config import ModelConfig
-from funcrt.errors import SourceError
+from funcrt.errors import PublishError, SourceError
 from funcrt.flat import FlatFunction, flatten
 from funcrt.params import Params, Preparation
-from funcrt.text import Tokenizer
+from funcrt.publish import Kind, publish, staging
+from funcrt.text import TOKENIZER_FILES, Tokenizer
 
 import mlx.core as mx
 
-WEIGHTS = "model.safetensors"
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+
+
+def _is_model(folder: Path) -> bool:
+    names = {path.name for path in folder.iterdir()}
+    return CONFIG in names and names <= {CONFIG, WEIGHTS, *TOKENIZER_FILES}
+
+
+KIND = Kind("a folder of only a model's files", _is_model)
 
 
 class Model(CallForm):
@@ -139,16 +148,24 @@ class Model(CallForm):
     def save(self, folder: str | Path) -> None:
         """Write config, weights as stored, and tokenizer as a Hugging Face style folder.
 
-        mlx-lm reads the same folder. Raises SourceError when the folder cannot be written.
+        mlx-lm reads the same folder. It appears as a whole or not at all; an older one that holds
+        nothing but these files is replaced.
+
+        Raises:
+            PublishError: something else is at `folder`.
+            SourceError: the folder cannot be written.
         """
-        folder = Path(folder)
+        target = Path(folder).absolute()
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            storage.save_arrays(folder / WEIGHTS, self.params, {"format": "mlx"})
-            config = {**self.config.to_hf(), **self._quantization()}
-            storage.save_json(folder / "config.json", config)
-            if self.tokenizer is not None:
-                self.tokenizer.save(folder)
+            with staging(target, KIND) as place:
+                storage.save_arrays(place / WEIGHTS, self.params, {"format": "mlx"})
+                config = {**self.config.to_hf(), **self._quantization()}
+                storage.save_json(place / CONFIG, config)
+                if self.tokenizer is not None:
+                    self.tokenizer.save(place)
+                publish(place, target, KIND)
+        except PublishError:
+            raise
         except (OSError, RuntimeError) as error:
             raise SourceError(f"cannot write the model to {folder}: {error}") from error
 
@@ -182,7 +199,7 @@ def load_model(folder: str | Path, dtype: mx.Dtype | str | None = None) -> Model
     """
     folder = Path(folder)
     stored = storage.load_arrays(folder / WEIGHTS)
-    hf = storage.load_json(folder / "config.json")
+    hf = storage.load_json(folder / CONFIG)
     if dtype is not None:
         stored = weights.cast(stored, weights.dtype_name(dtype))
     config = ModelConfig.from_hf(hf, weights.choose_dtype(stored, dtype))

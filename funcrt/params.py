@@ -173,7 +173,7 @@ def dequantize(params: Mapping[str, mx.array], base: str, packing: Quantization)
 
 
 def _fuse(params: Params, fused: str, members: tuple[str, ...]) -> None:
-    parts = [part for part in _PARTS if f"{members[0]}.{part}" in params]
+    parts = [part for part in _PARTS if any(f"{member}.{part}" in params for member in members)]
     for part in parts:
         arrays = [params.get(f"{member}.{part}") for member in members]
         columns = {None if array is None else array.shape[1:] for array in arrays}
