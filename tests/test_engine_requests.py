@@ -12,6 +12,7 @@ from funcrt.model import Model
 from funcrt.text import Tokenizer
 from tests.helpers import TINY, generate_plain, make_model, random_tokens
 
+import mlx.core as mx
 import pytest
 import tokenizers
 
