@@ -250,8 +250,8 @@ OFF: dict[str, dict[str, Change]] = {
         "mscale_all_dim": set_rope(mscale_all_dim=1.0),
     },
     "yarn-no-truncate": {"truncate": set_rope(truncate=True)},
-    "yarn-original-at-top": {"length": set_rope(original_max_positions=128)},
     "yarn-original-from-max": {"length": set_rope(original_max_positions=2048)},
+    "yarn-original-at-top": {"length": set_rope(original_max_positions=128)},
 }
 # fmt: on
 for _name in OFF:
