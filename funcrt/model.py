@@ -103,7 +103,7 @@ class Model(CallForm):
     def prepared(self) -> Params:
         """`prepare(self.params)`, done once."""
         ready = self.prepare(self.params)
-        mx.eval(ready)
+        weights.evaluate_singly(ready.values())
         return ready
 
     def compiled(self, plan: BucketPlan | None = None) -> Compiled:

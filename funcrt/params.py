@@ -7,7 +7,7 @@ dict needs nothing beside it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -183,6 +183,12 @@ def _fuse(params: Params, fused: str, members: tuple[str, ...]) -> None:
         params[f"{fused}.{part}"] = mx.concatenate(
             [params.pop(f"{member}.{part}") for member in members], axis=0
         )
+
+
+def evaluate_singly(arrays: Iterable[mx.array]) -> None:
+    """Evaluate prepared weights one by one, so that only one's intermediates exist at a time."""
+    for array in arrays:
+        mx.eval(array)
 
 
 # --- host policy ---------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from funcrt.calling import CallForm
 from funcrt.compiled import Compiled
 from funcrt.errors import BundleError, CapacityError, SourceError, TextError
 from funcrt.flat import FlatFunction
-from funcrt.params import Params
+from funcrt.params import Params, evaluate_singly
 from funcrt.storage import load_arrays
 from funcrt.text import Tokenizer
 
@@ -37,7 +37,7 @@ def load_bundle(folder: str | Path) -> Bundle:
         BundleError: in one line, what is wrong and what to do.
     """
     bundle = open_bundle(folder)
-    mx.eval(bundle.prepared)
+    evaluate_singly(bundle.prepared)
     return bundle
 
 
