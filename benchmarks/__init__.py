@@ -1,0 +1,1 @@
+"""Measured numbers: every figure of the README comes from a command in this folder."""

@@ -6,12 +6,31 @@ cache a layer has, and keeps the new arrays.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from funcrt import ops
 from funcrt.cache import CacheState, Placement, give_sight, write, write_rows
 from funcrt.cache.layout import PARTS, kv_group_size
 from funcrt.errors import InputError
+from funcrt.params import Quantization
 
 import mlx.core as mx
+
+
+class _Packed(NamedTuple):
+    """Keys or values of a quantized cache."""
+
+    weight: mx.array
+    scales: mx.array
+    biases: mx.array
+    packing: Quantization
+
+    def multiply(self, x: mx.array, transpose: bool) -> mx.array:
+        """`x @ self` or `x @ self.T`, with the heads of x as they are here."""
+        return mx.quantized_matmul(
+            x, self.weight, self.scales, self.biases, transpose=transpose,
+            group_size=self.packing.group_size, bits=self.packing.bits,
+        )  # fmt: skip
 
 
 class Attend:
@@ -123,26 +142,29 @@ class Attend:
     ) -> mx.array:
         batch, heads, tokens, width = q.shape
         groups = k.shape[1]
-        packing = {
-            "group_size": kv_group_size(width),
-            "bits": self._old[f"{name}.keys"].shape[-1] * 32 // width,
-        }
-        packed = {}
-        for part, new in zip(PARTS, (k, v), strict=True):
-            pieces = mx.quantize(new, **packing)
-            packed[part] = [
-                self._write(f"{name}.{part}{suffix}", piece, self._call.slots)
-                for suffix, piece in zip(("", ".scales", ".biases"), pieces, strict=True)
-            ]
+        bits = self._old[f"{name}.keys"].shape[-1] * 32 // width
+        packing = Quantization(bits, kv_group_size(width))
+        keys, values = (
+            self._write_packed(f"{name}.{part}", new, packing)
+            for part, new in zip(PARTS, (k, v), strict=True)
+        )
         # Query heads that share a key head go into the token axis: broadcasting the packed cache
         # to all heads would copy it.
         folded = (q * scale).reshape(batch, groups, -1, width)
-        scores = mx.quantized_matmul(folded, *packed["keys"], transpose=True, **packing)
+        scores = keys.multiply(folded, transpose=True)
         scores = scores.reshape(batch, groups, heads // groups, tokens, -1)
         weights = ops.masked_softmax(scores, mask[:, :, None])
         weights = weights.reshape(batch, groups, -1, weights.shape[-1])
-        out = mx.quantized_matmul(weights, *packed["values"], transpose=False, **packing)
+        out = values.multiply(weights, transpose=False)
         return out.reshape(batch, heads, tokens, width)
+
+    def _write_packed(self, name: str, new: mx.array, packing: Quantization) -> _Packed:
+        pieces = mx.quantize(new, group_size=packing.group_size, bits=packing.bits)
+        weight, scales, biases = (
+            self._write(f"{name}{suffix}", piece, self._call.slots)
+            for suffix, piece in zip(("", ".scales", ".biases"), pieces, strict=True)
+        )
+        return _Packed(weight, scales, biases, packing)
 
     def _attend_ring(
         self,
@@ -169,7 +191,7 @@ class Attend:
         return ops.attention(q, keys, values, mask, scale)
 
     def _mask(self, window: int | None, both_sides: bool, ring: int | None) -> mx.array:
-        """bool `[B, 1, T, S or R + 1]`; layers alike share one."""
+        """Bool `[B, 1, T, S or R + 1]`; layers alike share one."""
         key = (window, both_sides, ring)
         if key not in self._masks:
             mask, keys = self._call.visible, self.state.get("positions")

@@ -26,6 +26,11 @@ class CallForm(ABC):
     vocab_size: int
     tokenizer: Tokenizer | None
 
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Equal for equal config and weights; cache files are tied to it."""
+
     @abstractmethod
     def check_cache(self, state: CacheState) -> CacheState:
         """The same arrays in the fixed order. Raises CacheError for a cache of another model."""

@@ -73,6 +73,14 @@ class Compiled:
         (logits,), state = self._stateful("prefill", _tokens_of(tokens), [tokens, valid], state)
         return logits, state
 
+    def prefill_block(
+        self, tokens: mx.array, block: mx.array, state: CacheState
+    ) -> tuple[mx.array, CacheState]:
+        """`prefill` with a bool block `[B,T,T]` of what the new tokens see of each other."""
+        inputs = [tokens, block]
+        (logits,), state = self._stateful("prefill_block", _tokens_of(tokens), inputs, state)
+        return logits, state
+
     def decode(
         self,
         token: mx.array,

@@ -358,9 +358,11 @@ def _values(array: mx.array) -> list[Any]:
     return values
 
 
-def _listed(prompts: Prompts) -> list[str | Sequence[int]]:
+def _listed(prompts: object) -> list[str | Sequence[int]]:
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, mx.array):
+        raise InputError(f"prompts: expected strings or lists of ids, got {type(prompts).__name__}")
     listed: list[Any] = list(prompts)
     alone = bool(listed) and not isinstance(listed[0], (str, Sequence, mx.array))
     return [listed] if alone else listed

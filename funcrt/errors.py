@@ -35,5 +35,9 @@ class BundleError(FuncrtError, RuntimeError):
     """A bundle is damaged, incomplete or made for another MLX version or device class."""
 
 
+class PublishError(FuncrtError, OSError):
+    """A folder cannot be put where it should go."""
+
+
 class TextError(FuncrtError, ValueError):
     """A tokenizer or chat template is missing, unknown or broken."""

@@ -12,19 +12,29 @@ import mlx.core as mx
 
 def available_memory() -> int:
     """Bytes that a process may still take without swapping (total memory where unknown)."""
-    try:
-        with Path("/proc/meminfo").open() as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    free = _read_proc("/proc/meminfo", "MemAvailable:")
+    return free or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def peak_memory() -> int:
     """Most bytes used so far: by the process on CPU, by MLX's allocator on a GPU."""
     if mx.default_device().type == mx.DeviceType.gpu:
         return mx.get_peak_memory()
+    # Not ru_maxrss, which begins at the size of the process that started this one.
+    peak = _read_proc("/proc/self/status", "VmHWM:")
+    if peak is not None:
+        return peak
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # kibibytes elsewhere
+
+
+def _read_proc(path: str, key: str) -> int | None:
+    """Bytes that Linux reports as `KEY n kB`, or None."""
+    try:
+        with Path(path).open() as lines:
+            for line in lines:
+                if line.startswith(key):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None

@@ -9,18 +9,27 @@ from pathlib import Path
 from funcrt import cache, models, steps, storage
 from funcrt import params as weights
 from funcrt.buckets import Bucket, BucketPlan, default_plan
-from funcrt.cache import CacheLayout, CacheSpec, CacheState
+from funcrt.cache import FULL, CacheLayout, CacheSpec, CacheState
 from funcrt.calling import CallForm
 from funcrt.compiled import Compiled
 from funcrt.config import ModelConfig
-from funcrt.errors import SourceError
+from funcrt.errors import PublishError, SourceError
 from funcrt.flat import FlatFunction, flatten
 from funcrt.params import Params, Preparation
-from funcrt.text import Tokenizer
+from funcrt.publish import Kind, publish, staging
+from funcrt.text import TOKENIZER_FILES, Tokenizer
 
 import mlx.core as mx
 
-WEIGHTS = "model.safetensors"
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+
+
+def _is_model(folder: Path) -> bool:
+    names = {path.name for path in folder.iterdir()}
+    return CONFIG in names and names <= {CONFIG, WEIGHTS, *TOKENIZER_FILES}
+
+
+KIND = Kind("a folder of only a model's files", _is_model)
 
 
 class Model(CallForm):
@@ -119,6 +128,12 @@ class Model(CallForm):
         fusions = self.family.fusions(self.config)
         return weights.choose_preparation(self.config.dtype, self.params, fusions)
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal for equal config and weights, whatever the compute dtype."""
+        config = {**self.config.to_dict(), "dtype": None}
+        return weights.fingerprint(self.params, config)
+
     def prepare(self, stored: Params) -> Params:
         """Pure: stored weights -> those that `compiled` and exported functions take."""
         return weights.prepare(stored, self.spec, self.preparation)
@@ -127,7 +142,7 @@ class Model(CallForm):
     def prepared(self) -> Params:
         """`prepare(self.params)`, done once."""
         ready = self.prepare(self.params)
-        mx.eval(ready)
+        weights.evaluate_singly(ready.values())
         return ready
 
     def compiled(
@@ -152,16 +167,14 @@ class Model(CallForm):
             eager=eager,
         )
 
-    def flat_step(
-        self, name: str, bucket: Bucket, layout: CacheLayout = CacheLayout()
-    ) -> FlatFunction:
+    def flat_step(self, name: str, bucket: Bucket, layout: CacheLayout = FULL) -> FlatFunction:
         """The flat form of a row of `steps.STEPS` for one bucket."""
         return flatten(
             steps.make_step(name, self.family, self.config), *self.example(name, bucket, layout)
         )[0]
 
     def example(
-        self, name: str, bucket: Bucket, layout: CacheLayout = CacheLayout()
+        self, name: str, bucket: Bucket, layout: CacheLayout = FULL
     ) -> list[Params | mx.array | CacheState]:
         """Arguments of a step with the right structure, shapes and dtypes (zeros, unevaluated)."""
         step = steps.STEPS[name]
@@ -188,16 +201,24 @@ class Model(CallForm):
     def save(self, folder: str | Path) -> None:
         """Write config, weights as stored, and tokenizer as a Hugging Face style folder.
 
-        mlx-lm reads the same folder. Raises SourceError when the folder cannot be written.
+        mlx-lm reads the same folder. It appears as a whole or not at all; an older one that holds
+        nothing but these files is replaced.
+
+        Raises:
+            PublishError: something else is at `folder`.
+            SourceError: the folder cannot be written.
         """
-        folder = Path(folder)
+        target = Path(folder).absolute()
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            storage.save_arrays(folder / WEIGHTS, self.params, {"format": "mlx"})
-            config = {**self.config.to_hf(), **self._quantization()}
-            storage.save_json(folder / "config.json", config)
-            if self.tokenizer is not None:
-                self.tokenizer.save(folder)
+            with staging(target, KIND) as place:
+                storage.save_arrays(place / WEIGHTS, self.params, {"format": "mlx"})
+                config = {**self.config.to_hf(), **self._quantization()}
+                storage.save_json(place / CONFIG, config)
+                if self.tokenizer is not None:
+                    self.tokenizer.save(place)
+                publish(place, target, KIND)
+        except PublishError:
+            raise
         except (OSError, RuntimeError) as error:
             raise SourceError(f"cannot write the model to {folder}: {error}") from error
 
@@ -231,7 +252,7 @@ def load_model(folder: str | Path, dtype: mx.Dtype | str | None = None) -> Model
     """
     folder = Path(folder)
     stored = storage.load_arrays(folder / WEIGHTS)
-    hf = storage.load_json(folder / "config.json")
+    hf = storage.load_json(folder / CONFIG)
     if dtype is not None:
         stored = weights.cast(stored, weights.dtype_name(dtype))
     config = ModelConfig.from_hf(hf, weights.choose_dtype(stored, dtype))

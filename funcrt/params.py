@@ -7,7 +7,9 @@ dict needs nothing beside it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,6 +25,7 @@ Fusions = dict[str, tuple[str, ...]]
 FLOATS = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 AFFINE_BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)  # what MLX's packed products take
+_SAMPLES = 16
 _PARTS = ("weight", "scales", "biases", "bias")
 
 
@@ -173,7 +176,7 @@ def dequantize(params: Mapping[str, mx.array], base: str, packing: Quantization)
 
 
 def _fuse(params: Params, fused: str, members: tuple[str, ...]) -> None:
-    parts = [part for part in _PARTS if f"{members[0]}.{part}" in params]
+    parts = [part for part in _PARTS if any(f"{member}.{part}" in params for member in members)]
     for part in parts:
         arrays = [params.get(f"{member}.{part}") for member in members]
         columns = {None if array is None else array.shape[1:] for array in arrays}
@@ -183,6 +186,26 @@ def _fuse(params: Params, fused: str, members: tuple[str, ...]) -> None:
         params[f"{fused}.{part}"] = mx.concatenate(
             [params.pop(f"{member}.{part}") for member in members], axis=0
         )
+
+
+def evaluate_singly(arrays: Iterable[mx.array]) -> None:
+    """Evaluate prepared weights one by one, so that only one's intermediates exist at a time."""
+    for array in arrays:
+        mx.eval(array)
+
+
+def fingerprint(params: Mapping[str, mx.array], config: Mapping[str, object]) -> str:
+    """sha256 of a config, and of the names, shapes, dtypes and some values of the weights.
+
+    It tells models and their fine-tunes apart without reading all of them.
+    """
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    for name, array in sorted(params.items()):
+        step = max(1, array.size // _SAMPLES)
+        sample = array.reshape(-1)[::step][:_SAMPLES]
+        kept = sample if array.dtype == mx.uint32 else sample.astype(mx.float32)
+        digest.update(f"{name} {array.shape} {array.dtype} {kept.tolist()}".encode())
+    return digest.hexdigest()
 
 
 # --- host policy ---------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from funcrt import masks, sampling
 from funcrt.buckets import Bucket
-from funcrt.cache import CacheState
+from funcrt.cache import CacheState, state_size
 from funcrt.config import ModelConfig
 from funcrt.params import FLOATS, Params
 
@@ -25,6 +25,7 @@ _SHAPES: dict[str, tuple[str, str]] = {
     "tokens": ("BT", "int32"),
     "mask": ("B1TS", "bool"),
     "valid": ("BT", "bool"),
+    "block": ("BTT", "bool"),
     "token": ("B", "int32"),
     "active": ("B", "bool"),
     "logits": ("BV", "float"),
@@ -75,6 +76,7 @@ STEPS: dict[str, Step] = {
     for step in (
         Step("forward", ("tokens", "mask"), ("logits",), prefills=True),
         Step("prefill", ("tokens", "valid"), ("logits",), prefills=True),
+        Step("prefill_block", ("tokens", "block"), ("logits",), prefills=True),
         Step("decode", ("token", "active", *sampling.SETTING_NAMES), _SAMPLED),
         Step("decode_greedy", ("token", "active"), _SAMPLED),
         Step(
@@ -117,8 +119,18 @@ def make_step(name: str, family: ModuleType, config: ModelConfig) -> StepFunctio
     def prefill(
         params: Params, tokens: mx.array, valid: mx.array, state: CacheState
     ) -> tuple[mx.array, CacheState]:
-        capacity = _capacity(state)
-        mask = masks.causal(valid, state["lengths"], capacity)
+        mask = masks.causal(valid, state["lengths"], _capacity(state))
+        return last_logits(params, tokens, valid, mask, state)
+
+    def prefill_block(
+        params: Params, tokens: mx.array, block: mx.array, state: CacheState
+    ) -> tuple[mx.array, CacheState]:
+        mask = masks.from_block(block, state["lengths"], _capacity(state))
+        return last_logits(params, tokens, mx.any(block, axis=2), mask, state)
+
+    def last_logits(
+        params: Params, tokens: mx.array, valid: mx.array, mask: mx.array, state: CacheState
+    ) -> tuple[mx.array, CacheState]:
         x, state = family.hidden(config, params, tokens, mask, state)
         # The last real token of each row: only its logits are wanted, V is wide.
         step = mx.arange(tokens.shape[1], dtype=mx.int32)
@@ -156,6 +168,7 @@ def make_step(name: str, family: ModuleType, config: ModelConfig) -> StepFunctio
     functions: dict[str, StepFunction] = {
         "forward": run_forward,
         "prefill": prefill,
+        "prefill_block": prefill_block,
         "decode": decode,
         "decode_greedy": decode_greedy,
         "sample": sample,
@@ -189,4 +202,4 @@ def _measure(
 
 
 def _capacity(state: CacheState) -> int:
-    return next(array.shape[2] for name, array in state.items() if name != "lengths")
+    return state_size(state)[1]

@@ -53,8 +53,33 @@ def save_arrays(
         os.fsync(file.fileno())
 
 
+def load_metadata(path: Path) -> dict[str, str]:
+    """The text entries of a safetensors file. Raises SourceError if it is damaged."""
+    entries = _read_header(path)[0].get("__metadata__", {})
+    if not isinstance(entries, dict) or not all(isinstance(v, str) for v in entries.values()):
+        raise SourceError(f"{path}: its metadata is damaged")
+    return entries
+
+
 def check_safetensors(path: Path) -> None:
-    """Raise SourceError unless the header is sound and every tensor lies inside the file.
+    """Raise SourceError unless the header is sound and every tensor lies inside the file."""
+    header, room = _read_header(path)
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        try:
+            first, last = entry["data_offsets"]
+            sound = 0 <= first <= last <= room
+        except (TypeError, KeyError, ValueError):
+            raise SourceError(f"{path}: damaged entry for {name}") from None
+        if not sound:
+            raise SourceError(
+                f"{path}: {name} ends at byte {last} of {room}: truncated; fetch it again"
+            )
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """The header of a safetensors file, and how many bytes of data follow it.
 
     Format: 8 bytes of little-endian header length, a JSON header of names with dtype, shape and
     byte range, then the data (https://huggingface.co/docs/safetensors).
@@ -70,18 +95,6 @@ def check_safetensors(path: Path) -> None:
         raise SourceError(f"{path} does not exist") from None
     except (OSError, ValueError, RecursionError) as error:
         raise SourceError(f"{path}: not a readable safetensors file: {error}") from None
-    room = size - 8 - length
     if not isinstance(header, dict):
         raise SourceError(f"{path}: not a safetensors file: its header is not a JSON object")
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        try:
-            first, last = entry["data_offsets"]
-            sound = 0 <= first <= last <= room
-        except (TypeError, KeyError, ValueError):
-            raise SourceError(f"{path}: damaged entry for {name}") from None
-        if not sound:
-            raise SourceError(
-                f"{path}: {name} ends at byte {last} of {room}: truncated; fetch it again"
-            )
+    return header, size - 8 - length

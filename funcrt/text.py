@@ -17,7 +17,15 @@ from funcrt.errors import TextError
 
 import tokenizers
 
-__all__ = ["TextStream", "Tokenizer"]
+__all__ = ["TOKENIZER_FILES", "TextStream", "Tokenizer"]
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "chat_template.jinja",
+)
+"""What `Tokenizer.save` writes."""
 
 
 class Tokenizer:

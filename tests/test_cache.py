@@ -20,8 +20,9 @@ import numpy as np
 import pytest
 
 SPEC = (
-    cache.CacheEntry("layers.0.keys", 2, 4, "float16"),
-    cache.CacheEntry("layers.0.values", 1, 6, "float32"),
+    cache.CacheEntry("lengths", ("B",), "int32"),
+    cache.CacheEntry("layers.0.keys", ("B", 2, "S", 4), "float16"),
+    cache.CacheEntry("layers.0.values", ("B", 1, "S", 6), "float32"),
 )
 
 

@@ -12,6 +12,7 @@ from funcrt.model import Model
 from funcrt.text import Tokenizer
 from tests.helpers import TINY, generate_plain, make_model, random_tokens
 
+import mlx.core as mx
 import pytest
 import tokenizers
 
@@ -145,6 +146,9 @@ BAD: list[tuple[Any, dict[str, Any], type[FuncrtError], str]] = [
     ([1], {"top_k": 1.5}, InputError, "top_k"),
     ([1], {"min_p": 2}, InputError, "min_p"),
     ([1], {"seed": -1}, InputError, "seed"),
+    (None, {}, InputError, "expected strings or lists of ids, got NoneType"),
+    (5, {}, InputError, "expected strings or lists of ids, got int"),
+    (mx.array([1]), {}, InputError, "expected strings or lists of ids, got array"),
     ([1], {"temp": 0.5}, InputError, "unknown option 'temp'; known: stop, max_tokens, temperature"),
     ([0] * 48, {}, CapacityError, r"^prompt has 48 tokens, largest capacity is 47: export a "
      r"larger one \(--capacity 64\)$"),

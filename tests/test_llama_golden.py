@@ -1,4 +1,4 @@
-"""Tiny llama models against the logits of transformers (tests/reference/README.md).
+"""Tiny llama models against the logits of transformers (tests/reference/list(CASES)ME.md).
 
 One golden per head layout, spelling, bias, activation and rope scaling; and for each of these a
 proof that its golden would notice the feature missing.
@@ -12,7 +12,6 @@ from pathlib import Path
 
 import converters
 from funcrt import Model, ModelConfig, masks
-from funcrt.errors import ConfigError
 from tests.reference.golden import CASES, Golden, make_folder, read_golden
 
 import mlx.core as mx
@@ -20,9 +19,6 @@ import pytest
 
 TOLERANCE = 2e-5
 BLINDNESS = 100 * TOLERANCE
-# Refused rather than misread: at the top of a config, transformers prefers it to the nested one.
-REFUSED = {"yarn-original-at-top": "original_max_position_embeddings"}
-READ = [name for name in CASES if name not in REFUSED]
 DYNAMIC = [name for name in CASES if name.startswith("dynamic")]
 Params = dict[str, mx.array]
 
@@ -55,7 +51,7 @@ def difference(logits: mx.array, golden: Golden, expected: mx.array | None = Non
     return (mx.abs(logits[golden.positions] - expected).max() / mx.abs(expected).max()).item()
 
 
-@pytest.fixture(params=READ)
+@pytest.fixture(params=list(CASES))
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -82,12 +78,6 @@ def test_prompt_in_pieces(model: Model, name: str) -> None:
     assert difference(logits, golden, expected) <= TOLERANCE
     if golden.chunks is None:
         assert mx.array_equal(mx.argmax(logits, axis=-1), golden.argmax)
-
-
-@pytest.mark.parametrize(("refused", "key"), REFUSED.items())
-def test_refused(refused: str, key: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=key):
-        converters.load(make_folder(refused, tmp_path / "model"), dtype="float32")
 
 
 def test_only_dynamic_scaling_depends_on_the_pieces() -> None:
@@ -261,6 +251,7 @@ OFF: dict[str, dict[str, Change]] = {
     },
     "yarn-no-truncate": {"truncate": set_rope(truncate=True)},
     "yarn-original-from-max": {"length": set_rope(original_max_positions=2048)},
+    "yarn-original-at-top": {"length": set_rope(original_max_positions=128)},
 }
 # fmt: on
 for _name in OFF:
@@ -270,7 +261,7 @@ for _name in OFF:
 
 
 def test_every_case_is_switched_off() -> None:
-    assert list(OFF) == READ
+    assert list(OFF) == list(CASES)
 
 
 @pytest.mark.parametrize(

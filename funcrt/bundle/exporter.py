@@ -23,6 +23,7 @@ from funcrt.bundle.golden import Recorder
 from funcrt.bundle.loader import Bundle, device_class, mlx_version, open_bundle
 from funcrt.bundle.manifest import (
     FORMAT,
+    MANIFEST,
     SCHEMA_VERSION,
     ExportReport,
     FunctionEntry,
@@ -35,17 +36,27 @@ from funcrt.bundle.manifest import (
     describe_state,
     describe_step,
 )
-from funcrt.bundle.publish import publish, staging
 from funcrt.bundle.verifier import Progress
 from funcrt.cache import CacheLayout
 from funcrt.errors import BundleError, FuncrtError
 from funcrt.flat import flatten
 from funcrt.model import Model
 from funcrt.params import Params
+from funcrt.publish import Kind, publish, staging
 from funcrt.steps import STEPS
 from funcrt.storage import save_arrays
 
 import mlx.core as mx
+
+
+def _is_bundle(folder: Path) -> bool:
+    try:
+        return FORMAT.encode() in (folder / MANIFEST).read_bytes()
+    except OSError:
+        return False
+
+
+KIND = Kind("a bundle", _is_bundle)
 
 _SHARD_BYTES = 5_000_000_000
 # A graph of one function has nodes and names, no weights: some hundred bytes per input.
@@ -75,14 +86,15 @@ def export(
         The bundle; `bundle.manifest.report` has times, sizes and errors per function.
 
     Raises:
-        BundleError: the folder cannot be written or is not a bundle, the disk is full, or a check
-            failed. What was at `folder` is then unchanged.
+        PublishError: what is at `folder` is not a bundle.
+        BundleError: the folder cannot be written, the disk is full, or a check failed. What was at
+            `folder` is then unchanged.
     """
     target = Path(os.path.abspath(folder))  # noqa: PTH100 (resolve() would follow a link)
     try:
-        with staging(target) as place:
+        with staging(target, KIND) as place:
             bundle = _write(model, plan, kv_bits, place, progress or _silent)
-            publish(place, target)
+            publish(place, target, KIND)
     except FuncrtError:
         raise
     except (OSError, RuntimeError) as error:
@@ -154,6 +166,7 @@ def _describe(model: Model, plan: BucketPlan, layout: CacheLayout) -> Manifest:
         functions=(),
         golden=Golden(GOLDEN_FILE, 0.0, ()),
         files={},
+        fingerprint=model.fingerprint,
     )
     entries = [
         describe_step(step.name, bucket, device, manifest)

@@ -88,9 +88,9 @@ def _make_case(plan: BucketPlan, batch: int, capacity: int, vocab_size: int) -> 
 
 def _order(plan: BucketPlan) -> list[tuple[str, int]]:
     """Long calls first: the short ones then have a past to look at."""
-    prefills = [name for name in ("prefill", "forward") for _ in plan.tokens]
+    prefills = ("prefill", "prefill_block", "forward")
     return [
-        *zip(prefills, 2 * plan.tokens[::-1], strict=True),
+        *((name, tokens) for name in prefills for tokens in plan.tokens[::-1]),
         ("decode_greedy", 1),
         ("decode", 1),
     ]

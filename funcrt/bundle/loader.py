@@ -18,7 +18,7 @@ from funcrt.calling import CallForm
 from funcrt.compiled import Compiled
 from funcrt.errors import BundleError, CapacityError, SourceError, TextError
 from funcrt.flat import FlatFunction
-from funcrt.params import Params
+from funcrt.params import Params, evaluate_singly
 from funcrt.storage import load_arrays
 from funcrt.text import Tokenizer
 
@@ -37,7 +37,7 @@ def load_bundle(folder: str | Path) -> Bundle:
         BundleError: in one line, what is wrong and what to do.
     """
     bundle = open_bundle(folder)
-    mx.eval(bundle.prepared)
+    evaluate_singly(bundle.prepared)
     return bundle
 
 
@@ -181,6 +181,11 @@ class Bundle(CallForm):
         logits, state = self.functions.forward(tokens, mask, state)
         return logits[:, :wanted] if size > wanted else logits, state
 
+    @property
+    def fingerprint(self) -> str:
+        """That of the model that was exported."""
+        return self.manifest.fingerprint
+
     def check_cache(self, state: CacheState) -> CacheState:
         """The same arrays in the fixed order. Raises CacheError for a cache of another model."""
         return cache.check_state(self.cache_spec, state)
@@ -246,10 +251,7 @@ def _open(folder: Path) -> Bundle:
         )
     checks.check_digest(folder, digest)
     checks.check_files(folder, manifest)
-    entries = [
-        manifest.prepare_function(device),
-        *manifest.step_functions(device).values(),
-    ]
+    entries = [manifest.prepare_function(device), *manifest.step_functions(device).values()]
     # Held in memory, so that a bundle that is replaced later still runs.
     graphs = {entry.key: checks.read_file(folder, entry.file, manifest) for entry in entries}
     return Bundle(

@@ -41,12 +41,16 @@ class ArraySpec:
 
 @dataclass(frozen=True)
 class StateArray:
-    """One array of the cache state; "B" and "S" in its shape stand for batch and capacity."""
+    """One array of the cache state; "B" and "S" in its shape stand for batch and capacity.
+
+    An empty state holds `fill` everywhere.
+    """
 
     name: str
     kind: str
     shape: tuple[int | str, ...]
     dtype: str
+    fill: int = 0
 
 
 @dataclass(frozen=True)
@@ -176,6 +180,7 @@ class Manifest:
     functions: tuple[FunctionEntry, ...]
     golden: Golden
     files: dict[str, FileEntry]
+    fingerprint: str = ""
     report: ExportReport | None = None
 
     @property

@@ -8,17 +8,19 @@ from typing import Any, NamedTuple
 
 from funcrt import masks, sampling
 from funcrt.bundle.manifest import Golden, GoldenCall, GoldenCase
-from funcrt.cache import CacheState
+from funcrt.cache import CacheState, state_size
 from funcrt.compiled import Compiled
 
 import mlx.core as mx
 
 Arrays = Mapping[str, mx.array]
 
-# Inputs of each function as they are stored: `forward` builds its mask from two small arrays.
+# Inputs of each function as they are stored: `forward` builds its mask from two small arrays,
+# `prefill_block` its causal block from one.
 STORED_INPUTS: dict[str, tuple[str, ...]] = {
     "forward": ("tokens", "valid", "hidden"),
     "prefill": ("tokens", "valid"),
+    "prefill_block": ("tokens", "valid"),
     "decode_greedy": ("token", "active"),
     "decode": ("token", "active", *sampling.SETTING_NAMES),
     "sample": ("logits", "positions", *sampling.SETTING_NAMES),
@@ -81,12 +83,18 @@ def run_call(
     """One call from its stored inputs: outputs before the state, and the state after it."""
     settings = {name: inputs[name] for name in sampling.SETTING_NAMES if name in inputs}
     if function == "forward":
-        capacity = next(array.shape[2] for name, array in state.items() if name != "lengths")
+        capacity = state_size(state)[1]
         mask = make_mask(inputs["valid"], inputs["hidden"], state["lengths"], capacity)
         logits, state = compiled.forward(inputs["tokens"], mask, state)
         return (logits,), state
     if function == "prefill":
         logits, state = compiled.prefill(inputs["tokens"], inputs["valid"], state)
+        return (logits,), state
+    if function == "prefill_block":
+        valid = inputs["valid"]
+        step = mx.arange(valid.shape[1])
+        block = (step <= step[:, None]) & valid[:, None, :] & valid[..., None]
+        logits, state = compiled.prefill_block(inputs["tokens"], block, state)
         return (logits,), state
     if function == "decode_greedy":
         *outputs, state = compiled.decode_greedy(inputs["token"], inputs["active"], state)

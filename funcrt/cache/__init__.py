@@ -12,6 +12,7 @@ from __future__ import annotations
 from funcrt.cache.buffers import conv_window, write, write_rows, zero_padding
 from funcrt.cache.files import load, load_tokens, save
 from funcrt.cache.layout import (
+    FULL,
     CacheEntry,
     CacheLayout,
     CacheSpec,
@@ -48,6 +49,7 @@ from funcrt.cache.rows import (
 )
 
 __all__ = [
+    "FULL",
     "CacheEntry",
     "CacheLayout",
     "CacheSpec",

@@ -69,6 +69,7 @@ class CacheEntry(NamedTuple):
 
 CacheSpec = tuple[CacheEntry, ...]
 
+
 class CacheLayout(NamedTuple):
     """Choices that a model leaves open: how its layers keep what they keep.
 
@@ -80,6 +81,9 @@ class CacheLayout(NamedTuple):
 
     kv_bits: int | None = None
     max_tokens: int | None = None
+
+
+FULL = CacheLayout()
 
 
 def check_layout(layout: CacheLayout) -> None:
@@ -142,9 +146,7 @@ def kv_group_size(width: int) -> int:
     raise CacheError(f"kv_bits needs a head size divisible by 32, this model has {width}")
 
 
-def layout_of(
-    state: Mapping[str, mx.array], width: int, window: int | None = None
-) -> CacheLayout:
+def layout_of(state: Mapping[str, mx.array], width: int, window: int | None = None) -> CacheLayout:
     """The layout that a state was made with, for heads of `width` and the model's `window`."""
     bits = max_tokens = None
     for name, array in state.items():
@@ -211,11 +213,13 @@ def state_size(state: Mapping[str, mx.array]) -> tuple[int, int]:
     """
     batch = capacity = 0
     for name, array in state.items():
-        axis = slot_axis(name)
-        if array.ndim <= (axis or 0):
+        axis = slot_axis(name) or 0
+        if array.ndim <= axis:
             raise CacheError(f"cache {name}: has shape {list(array.shape)}, too few axes")
-        batch = batch or array.shape[0]
-        capacity = capacity or (array.shape[axis] if axis else 0)
+        if kind_of(name) != "row":
+            batch = batch or array.shape[0]
+        if axis:
+            capacity = capacity or array.shape[axis]
     return batch, capacity or 1
 
 

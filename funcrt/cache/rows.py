@@ -7,10 +7,10 @@ read, and are left to the caller while a function is traced.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from funcrt.cache.layout import CacheState, kind_of, slot_axis, state_size
 from funcrt.errors import CacheError
+from funcrt.tracing import read
 
 import mlx.core as mx
 
@@ -76,13 +76,13 @@ def trim(state: CacheState, counts: Rows) -> CacheState:
         CacheError: where `can_trim` is false, saying why.
     """
     counts = _per_row(state, counts, "counts")
-    if _read(can_trim(state, counts)) is False:
+    if read(can_trim(state, counts)) is False:
         raise CacheError(_why_not(state, counts))
     return {**state, "lengths": mx.maximum(state["lengths"] - counts, 0)}
 
 
 def _why_not(state: CacheState, counts: mx.array) -> str:
-    asked, lengths = _read(counts), _read(state["lengths"])
+    asked, lengths = read(counts), read(state["lengths"])
     if min(asked) < 0 or any(n > length for n, length in zip(asked, lengths, strict=True)):
         return f"trim: cannot take {asked} tokens from rows of {lengths}"
     if any(kind_of(name) == "recurrent" for name in state):
@@ -93,7 +93,7 @@ def _why_not(state: CacheState, counts: mx.array) -> str:
     slack = [
         length - (written - limit)
         for length, written, limit in zip(
-            lengths, _read(state["written"]), _read(state["slack"]), strict=True
+            lengths, read(state["written"]), read(state["slack"]), strict=True
         )
     ]
     return (
@@ -155,10 +155,10 @@ def _move(array: mx.array, source: mx.array, target: mx.array, axis: int) -> mx.
 
 
 def _check_branch(slots: mx.array, lengths: mx.array, state: CacheState) -> None:
-    rows = _read(slots)
+    rows = read(slots)
     if rows is None:
         return
-    for row, first, filled in zip(rows, _read(lengths), _read(state["lengths"]), strict=True):
+    for row, first, filled in zip(rows, read(lengths), read(state["lengths"]), strict=True):
         branch = [slot for slot in row if slot >= 0]
         ordered = branch == sorted(set(branch)) and row[: len(branch)] == branch
         if not ordered or any(not first <= slot < filled for slot in branch):
@@ -184,7 +184,7 @@ def restore(state: CacheState, saved: CacheState) -> CacheState:
         # The ring keeps what was written since; only its own record says what it still holds.
         saved = {**saved, "written": state["written"]}
         lost = mx.any(state["written"] - saved["lengths"] > state["slack"])
-        if _read(lost) is True:
+        if read(lost) is True:
             raise CacheError("restore: the ring of a sliding window has wrapped past the snapshot")
     return {**state, **saved}
 
@@ -206,8 +206,8 @@ def fork(state: CacheState, source_row: Rows, target_row: Rows) -> CacheState:
     batch = state["lengths"].shape[0]
     targets = _as_rows(target_row, batch, "target_row")
     sources = mx.broadcast_to(_as_rows(source_row, batch, "source_row"), targets.shape)
-    if _read(mx.any(sources == targets)) is True:
-        raise CacheError(f"fork: row {_read(targets)} onto itself; name another target row")
+    if read(mx.any(sources == targets)) is True:
+        raise CacheError(f"fork: row {read(targets)} onto itself; name another target row")
     rows = mx.put_along_axis(mx.arange(batch, dtype=mx.int32), targets, sources, axis=0)
     return _take(state, rows)
 
@@ -277,9 +277,8 @@ def _where(chosen: mx.array, yes: mx.array, no: mx.array) -> mx.array:
 
 
 def _as_rows(rows: Rows, batch: int, name: str) -> mx.array:
-    index = mx.array(rows) if not isinstance(rows, mx.array) else rows
-    index = index.reshape(-1).astype(mx.int32)
-    values = _read(index)
+    index = _as_array(rows).reshape(-1)
+    values = read(index)
     if values is not None and any(not 0 <= row < batch for row in values):
         raise CacheError(f"{name}: rows are 0 to {batch - 1}, got {values}")
     return mx.clip(index, 0, batch - 1)  # a traced index out of range must not leave the array
@@ -287,15 +286,13 @@ def _as_rows(rows: Rows, batch: int, name: str) -> mx.array:
 
 def _per_row(state: CacheState, counts: Rows, name: str) -> mx.array:
     batch = state["lengths"].shape[0]
-    array = counts if isinstance(counts, mx.array) else mx.array(counts, dtype=mx.int32)
+    array = _as_array(counts)
     if array.ndim > 1 or array.size not in (1, batch):
         raise CacheError(f"{name}: expected int32 [{batch}] or one number, got {list(array.shape)}")
-    return mx.broadcast_to(array.astype(mx.int32).reshape(-1), (batch,))
+    return mx.broadcast_to(array.reshape(-1), (batch,))
 
 
-def _read(array: mx.array) -> Any:
-    """The array's values, or None while it is traced."""
-    try:
-        return array.tolist()
-    except ValueError:
-        return None
+def _as_array(numbers: Rows) -> mx.array:
+    if isinstance(numbers, mx.array):
+        return numbers.astype(mx.int32)
+    return mx.array(numbers if isinstance(numbers, int) else list(numbers), dtype=mx.int32)

@@ -170,7 +170,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "unlisted": (lambda d: d["files"].pop("golden.safetensors"), "used but not among `files`"),
     "cache order": (lambda d: d["cache"].pop(0), "must begin with lengths"),
     "cache empty": (lambda d: d.update(cache=[]), "must begin with lengths"),
-    "cache kind": (lambda d: d["cache"][1].update(kind="ring"), "expected kind 'full'"),
+    "cache kind": (lambda d: d["cache"][1].update(kind="ring"), "cache layers.0.keys: kind"),
     "cache width": (lambda d: d["cache"][1].update(shape=["B", 2, "S", 0]), "cache layers.0.keys"),
     "no prepared": (lambda d: d["params"].update(prepared={}), "params.prepared has no list"),
     "golden": (lambda d: d["golden"]["cases"][0].update(batch=9), "is not one of the plan"),

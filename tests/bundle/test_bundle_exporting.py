@@ -10,10 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from funcrt import ops
+from funcrt import ops, publish
 from funcrt.buckets import BucketPlan
-from funcrt.bundle import export, exporter, golden, load_bundle, load_manifest, publish, verify
-from funcrt.errors import BundleError
+from funcrt.bundle import export, exporter, golden, load_bundle, load_manifest, verify
+from funcrt.bundle.exporter import KIND
+from funcrt.errors import BundleError, PublishError
 from funcrt.model import Model
 from tests.bundle.conftest import SMALL
 from tests.helpers import TOLERANCE, make_model, random_tokens, relative_error, run_plain
@@ -71,10 +72,10 @@ def test_other_folders_are_not_replaced(model: Model, tmp_path: Path) -> None:
     (tmp_path / "notes" / "diary.txt").write_text("dear")
     (tmp_path / "file").write_text("x")
     (tmp_path / "link").symlink_to("notes")
-    with pytest.raises(BundleError, match="notes is not a bundle and is not replaced"):
+    with pytest.raises(PublishError, match="notes is not a bundle and is not replaced"):
         export(model, tmp_path / "notes", SMALL)
     for name in ("file", "link"):
-        with pytest.raises(BundleError, match="is a file or a link, not a folder"):
+        with pytest.raises(PublishError, match="is a file or a link, not a folder"):
             export(model, tmp_path / name, SMALL)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link", "notes"]
     assert (tmp_path / "notes" / "diary.txt").read_text() == "dear"
@@ -149,6 +150,17 @@ def test_functions_that_do_not_run_are_not_published(
     assert is_intact(target)
 
 
+@pytest.mark.parametrize("moment", ["export prepare", "verify prepare"])
+def test_an_interrupt_leaves_nothing(model: Model, target: Path, moment: str) -> None:
+    def interrupt(done: int, total: int, item: str) -> None:
+        if item == moment:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        export(model, target, SMALL, interrupt)
+    assert is_intact(target)
+
+
 def test_weights_in_a_graph_are_refused(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,6 +195,15 @@ def test_unusual_plans(model: Model, tmp_path: Path, plan: BucketPlan) -> None:
     assert relative_error(bundle(tokens)[0][0], run_plain(model, tokens)[0]) <= TOLERANCE
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["float32", "affine", "float16", "bfloat16"])
+def test_a_wide_plan(tmp_path: Path, kind: str) -> None:
+    plan = BucketPlan(batch=(1, 2, 5), tokens=(1, 3, 16, 64), capacity=(64, 300))
+    rows = verify(export(make_model(kind), tmp_path / "out", plan))
+    assert all(row.passed for row in rows)
+    assert len(rows) == 1 + 3 * (3 * 2 * 10 + 3)
+
+
 def test_large_weights_are_split(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,7 +222,8 @@ CHILD = """
 import os, signal, sys
 from funcrt import ops
 from funcrt.buckets import BucketPlan
-from funcrt.bundle import export, publish
+from funcrt import publish
+from funcrt.bundle import export
 from tests.helpers import make_model
 target, moment, seed = sys.argv[1], sys.argv[2], int(sys.argv[3])
 
@@ -249,7 +271,7 @@ def test_a_kill_leaves_one_whole_bundle(target: Path, moment: str) -> None:
     logits, _ = load_bundle(target)(TOKENS)
     expected, _ = run_plain(make_model("float32", seed=seed), TOKENS)
     assert relative_error(logits[0], expected) <= TOLERANCE
-    with publish.staging(target):  # as the next export begins
+    with publish.staging(target, KIND):  # as the next export begins
         assert len(left_over(target)) == 1
     assert left_over(target) == []
 
@@ -277,7 +299,7 @@ def test_two_exports_at_once(target: Path) -> None:
 
 
 def test_a_folder_that_is_being_written_is_left_alone(target: Path) -> None:
-    with publish.staging(target) as first, publish.staging(target) as second:
+    with publish.staging(target, KIND) as first, publish.staging(target, KIND) as second:
         assert first.is_dir()
         assert second.is_dir()
     assert left_over(target) == []
@@ -296,7 +318,7 @@ def test_without_an_atomic_exchange(target: Path, monkeypatch: pytest.MonkeyPatc
     # A death between the two renames: the next export puts the old one back.
     new.rename(aside := target.with_name(f".{target.name}.old"))
     target.rmdir()
-    with publish.staging(target):
+    with publish.staging(target, KIND):
         assert load_manifest(target).plan
     assert not aside.exists()
 

@@ -1,8 +1,8 @@
-"""Replacing a bundle as a whole: it is written beside its place and then exchanged with it.
+"""Replacing a folder as a whole: it is written beside its place and then exchanged with it.
 
-A reader finds the old bundle or the new one, never a mixture, whatever kills the writer and when.
+A reader finds the old folder or the new one, never a mixture, whatever kills the writer and when.
 A folder being written is locked (`flock`), and the lock dies with its process; so a folder without
-a lock is one that nobody will finish, and the next export removes it.
+a lock is one that nobody will finish, and the next writer removes it.
 """
 
 from __future__ import annotations
@@ -12,33 +12,40 @@ import ctypes
 import errno
 import fcntl
 import os
+import secrets
 import shutil
 import sys
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-from funcrt.bundle.manifest import FORMAT, MANIFEST
-from funcrt.errors import BundleError
+from funcrt.errors import PublishError
 
 _AT_FDCWD = -100
 _EXCHANGE = 2  # RENAME_EXCHANGE of Linux, RENAME_SWAP of macOS
 _NO_EXCHANGE = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
+class Kind(NamedTuple):
+    """What kind of folder is written: its name for people, and how to recognise an older one."""
+
+    name: str
+    recognises: Callable[[Path], bool]
+
+
 @contextlib.contextmanager
-def staging(target: Path) -> Iterator[Path]:
+def staging(target: Path, kind: Kind) -> Iterator[Path]:
     """A new folder beside `target`, removed on leaving unless `publish` moved it into place.
 
-    Raises BundleError when `target` holds anything but a bundle; OSError when its parent cannot be
-    written.
+    Raises PublishError when `target` holds anything of another kind; OSError when its parent
+    cannot be written.
     """
-    check_target(target)
+    check_target(target, kind)
     target.parent.mkdir(parents=True, exist_ok=True)
     with _locked(target.parent):
         _clean_up(target)
-        folder = Path(tempfile.mkdtemp(".tmp", f".{target.name}.", target.parent))
-        folder.chmod(0o777 & ~_umask())  # mkdtemp keeps others out, which a bundle need not
+        folder = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+        folder.mkdir()
         lock = _lock(folder)
     try:
         yield folder
@@ -48,14 +55,14 @@ def staging(target: Path) -> Iterator[Path]:
             os.close(lock)
 
 
-def publish(folder: Path, target: Path) -> None:
-    """Make a complete `folder` the bundle at `target`; what was there takes its name.
+def publish(folder: Path, target: Path, kind: Kind) -> None:
+    """Make a complete `folder` the one at `target`; what was there takes its name.
 
-    Raises OSError; the old bundle is then still in place.
+    Raises PublishError, OSError; the old folder is then still in place.
     """
     _sync_tree(folder)
-    for _ in range(100):  # another export may create or replace the target at any moment
-        check_target(target)
+    for _ in range(100):  # another writer may create or replace the target at any moment
+        check_target(target, kind)
         try:
             if target.exists():
                 exchange(folder, target)
@@ -66,23 +73,18 @@ def publish(folder: Path, target: Path) -> None:
             if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
                 raise
     else:
-        raise BundleError(f"{target} is replaced by others again and again; export it again")
+        raise PublishError(f"{target} is replaced by others again and again; write it again")
     _sync(target.parent)
 
 
-def check_target(target: Path) -> None:
-    """Raise BundleError if `target` exists and is neither a bundle nor an empty folder."""
+def check_target(target: Path, kind: Kind) -> None:
+    """Raise PublishError if `target` exists and is neither of this kind nor an empty folder."""
     if not target.exists() and not target.is_symlink():
         return
     if target.is_symlink() or not target.is_dir():
-        raise BundleError(f"{target} is a file or a link, not a folder: choose another place")
-    try:
-        if FORMAT.encode() in (target / MANIFEST).read_bytes():
-            return
-    except OSError:
-        pass
-    if any(target.iterdir()):
-        raise BundleError(f"{target} is not a bundle and is not replaced: choose another place")
+        raise PublishError(f"{target} is a file or a link, not a folder: choose another place")
+    if any(target.iterdir()) and not kind.recognises(target):
+        raise PublishError(f"{target} is not {kind.name} and is not replaced: choose another place")
 
 
 def exchange(first: Path, second: Path) -> None:
@@ -142,7 +144,7 @@ def _clean_up(target: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keep exports from taking each other's new folder for a stale one."""
+    """Keep writers from taking each other's new folder for a stale one."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # a file system without locks
@@ -164,12 +166,6 @@ def _lock(folder: Path) -> int | None:
         os.close(handle)
         return None
     return handle
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _sync_tree(folder: Path) -> None:
