@@ -11,7 +11,7 @@ from typing import NamedTuple
 from funcrt import ops
 from funcrt.cache import CacheState, Placement, give_sight, write, write_rows
 from funcrt.cache.layout import PARTS, kv_group_size
-from funcrt.errors import InputError
+from funcrt.errors import CacheError, InputError
 from funcrt.params import Quantization
 
 import mlx.core as mx
@@ -48,6 +48,7 @@ class Attend:
         self._call = call
         self._old = state
         self._masks: dict[tuple[int | None, bool, int | None], mx.array] = {}
+        self._ring_slots: dict[int, mx.array] = {}
         self.state: CacheState = dict(state)
         self.state["lengths"] = call.lengths
         if "written" in state:
@@ -86,6 +87,8 @@ class Attend:
 
         Raises:
             InputError: more tokens than the ring of this layer was laid out for.
+            CacheError: the layer has a window and the state has no positions, or a ring and no
+                window.
         """
         name = f"layers.{layer}"
         if f"{name}.ring_keys" in self._old:
@@ -125,9 +128,15 @@ class Attend:
         name = f"layers.{layer}"
         keys = self._write(f"{name}.latent", latent, self._call.slots)
         rope = self._write(f"{name}.latent_rope", latent_rope, self._call.slots)
-        # Two products: one array with a view for the values would be copied at every step.
+        # Heads go into the token axis, since all see the same keys. Two products: one array with a
+        # view for the values would be copied at every step.
+        batch, heads, tokens, _ = q.shape
+        q, q_rope = (a.reshape(batch, 1, heads * tokens, -1) for a in (q * scale, q_rope * scale))
         scores = q @ keys.swapaxes(-1, -2) + q_rope @ rope.swapaxes(-1, -2)
-        return ops.masked_softmax(scores * scale, self._mask(None, False, None)) @ keys
+        scores = scores.reshape(batch, heads, tokens, -1)
+        weights = ops.masked_softmax(scores, self._mask(None, False, None))
+        out = weights.reshape(batch, 1, heads * tokens, -1) @ keys
+        return out.reshape(batch, heads, tokens, -1)
 
     def replace(self, name: str, array: mx.array) -> None:
         """Put a recurrent array `name` of the state in place."""
@@ -177,31 +186,40 @@ class Attend:
         both_sides: bool,
     ) -> mx.array:
         size = self._old[f"{name}.ring_keys"].shape[2] - 1
-        if window is None or q.shape[2] > size - window + 1:
+        if window is None:
+            raise CacheError(f"{name}: has a ring, which only a layer with a window can use")
+        if q.shape[2] > size - window + 1:
             raise InputError(
                 f"a call of {q.shape[2]} tokens, the ring of this cache takes at most "
-                f"{size - (window or size) + 1}: make the cache with a larger max_tokens"
+                f"{size - window + 1}: make the cache with a larger max_tokens, or feed the tokens "
+                "in pieces"
             )
-        call = self._call
-        fits = call.slots < self.state["positions"].shape[1] - 1  # scratch stays scratch
-        slots = mx.where(fits, call.slots % size, size)
+        slots = self._slots_in_ring(size)
         keys = self._write(f"{name}.ring_keys", k, slots)
         values = self._write(f"{name}.ring_values", v, slots)
-        mask = give_sight(self._mask(window, both_sides, size), slots)
-        return ops.attention(q, keys, values, mask, scale)
+        return ops.attention(q, keys, values, self._mask(window, both_sides, size), scale)
+
+    def _slots_in_ring(self, ring: int) -> mx.array:
+        """Int32 `[B, T]`: where each packed token is written; the ring's scratch for padding."""
+        if ring not in self._ring_slots:
+            slots = self._call.slots
+            fits = slots < self._call.visible.shape[3] - 1  # scratch stays scratch
+            self._ring_slots[ring] = mx.where(fits, slots % ring, ring)
+        return self._ring_slots[ring]
 
     def _mask(self, window: int | None, both_sides: bool, ring: int | None) -> mx.array:
         """Bool `[B, 1, T, S or R + 1]`; layers alike share one."""
         key = (window, both_sides, ring)
         if key not in self._masks:
-            mask, keys = self._call.visible, self.state.get("positions")
+            mask, keys, slots = self._call.visible, self.state.get("positions"), self._call.slots
+            if window is not None and keys is None:
+                raise CacheError("a layer with a window needs `positions`; see row_entries")
             if ring is not None:
                 mask, keys = self._look_into_ring(mask, ring)
+                slots = self._slots_in_ring(ring)
             if window is not None and keys is not None:
                 mask = mask & self._within(window, both_sides, keys)
-            if ring is None:
-                mask = give_sight(mask, self._call.slots)
-            self._masks[key] = mask
+            self._masks[key] = give_sight(mask, slots)
         return self._masks[key]
 
     def _within(self, window: int, both_sides: bool, keys: mx.array) -> mx.array:
@@ -218,7 +236,8 @@ class Attend:
         slot = newest - (newest - column + ring) % ring  # the newest token that belongs there
         # Older than a full turn before the newest ever written: overwritten, later trimmed.
         held = (slot >= 0) & (slot >= self.state["written"][:, None] - ring) & (column < ring)
-        index = mx.maximum(slot, 0)
+        # A row claimed to be longer than its capacity must not look past the end either.
+        index = mx.clip(slot, 0, mask.shape[3] - 1)
         mask = mx.take_along_axis(mask, index[:, None, None, :], axis=3)
         keys = mx.take_along_axis(self.state["positions"], index, axis=1)
         return mask & held[:, None, None, :], keys

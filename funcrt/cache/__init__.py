@@ -9,7 +9,7 @@ Every function takes states and returns new ones, and all but `save` and `load` 
 
 from __future__ import annotations
 
-from funcrt.cache.buffers import conv_window, write, write_rows, zero_padding
+from funcrt.cache.buffers import check_recurrent, conv_window, write, write_rows, zero_padding
 from funcrt.cache.files import load, load_tokens, save
 from funcrt.cache.layout import (
     FULL,
@@ -59,6 +59,7 @@ __all__ = [
     "can_trim",
     "check_call",
     "check_layout",
+    "check_recurrent",
     "check_state",
     "clear",
     "conv_window",

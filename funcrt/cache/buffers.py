@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from funcrt.cache.placement import Placement
+from funcrt.errors import InputError
+from funcrt.tracing import read
 
 import mlx.core as mx
 
@@ -23,6 +25,28 @@ def write_rows(buffer: mx.array, values: mx.array, slots: mx.array) -> mx.array:
 
 
 # --- recurrent layers: state that is replaced at every call -----------------------------------
+
+
+def check_recurrent(call: Placement) -> None:
+    """Raise InputError unless a recurrent layer can run this call: tokens one after the other.
+
+    Positions are refused wherever the call is traced, other masks than causal with padding where
+    the mask can be read.
+    """
+    if call.positions is not None:
+        raise InputError(
+            "positions: a model with a recurrent state takes tokens in the order of their slots; "
+            "leave positions out, and run each branch of a token tree from a snapshot"
+        )
+    column = mx.arange(call.visible.shape[3], dtype=mx.int32)
+    slot = call.offset[:, None] + mx.arange(call.real.shape[1], dtype=mx.int32)
+    causal = (column <= slot[..., None]) & call.real[..., None]  # [B,T,S]
+    causal = causal & (column < mx.minimum(call.lengths, column[-1])[:, None, None])
+    if read(mx.all(call.visible[:, 0] == causal)) is False:
+        raise InputError(
+            "mask: a model with a recurrent state takes causal masks with padding only (each real "
+            "token sees all before it); run each branch of a token tree from a snapshot"
+        )
 
 
 def zero_padding(x: mx.array, call: Placement) -> mx.array:
