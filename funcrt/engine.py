@@ -269,7 +269,7 @@ class _Rows:
         for row in admitted:
             self.requests[row] = waiting.popleft()
             self.lengths[row] = 0
-        self.state = {**self.state, "lengths": mx.array(self.lengths, dtype=mx.int32)}
+        self.state = cache.reset(self.state, admitted)
         idle = {name: _values(row)[0] for name, row in sampling.make_settings(1).items()}
         rows = [idle if request is None else request.settings for request in self.requests]
         chosen: dict[str, Any] = {name: [row[name] for row in rows] for name in idle}

@@ -268,6 +268,20 @@ def clear(state: CacheState, rows: Rows) -> CacheState:
     }
 
 
+def reset(state: CacheState, rows: Rows) -> CacheState:
+    """Empty the given rows for their next users, at the cost of what is per row, not per slot.
+
+    Unlike `clear` it leaves the slots as they are, which nothing sees any more; that is safe as
+    long as they are finite.
+
+    Args:
+        state: any state.
+        rows: int32 `[N]`, row numbers.
+    """
+    small = {name: array for name, array in state.items() if kind_of(name) in ("row", "recurrent")}
+    return {**state, **clear(small, rows)}
+
+
 def _take(state: CacheState, rows: mx.array) -> CacheState:
     return {name: mx.take(array, rows, axis=0) for name, array in state.items()}
 
