@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,10 @@ from funcrt.errors import SourceError
 import mlx.core as mx
 
 _MOST_HEADER_BYTES = 100_000_000  # the format's own limit
+_ITEM_BYTES = {
+    "BOOL": 1, "I8": 1, "U8": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
+    "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8,
+}  # fmt: skip
 
 
 def load_json(path: Path) -> dict[str, Any]:
@@ -37,7 +42,7 @@ def load_arrays(path: Path) -> dict[str, mx.array]:
     """The arrays of a safetensors file, read lazily. Raises SourceError if it is damaged."""
     check_safetensors(path)
     try:
-        arrays = mx.load(str(path))
+        arrays = mx.load(str(path), format="safetensors")  # whatever the file is called
     except RuntimeError as error:
         raise SourceError(f"cannot read {path}: {error}") from None
     assert isinstance(arrays, dict)
@@ -70,8 +75,13 @@ def check_safetensors(path: Path) -> None:
         try:
             first, last = entry["data_offsets"]
             sound = 0 <= first <= last <= room
+            items = math.prod(entry["shape"])
+            size = items * _ITEM_BYTES.get(entry["dtype"], 0)
+            damaged = min(entry["shape"], default=0) < 0 or size not in (0, last - first)
         except (TypeError, KeyError, ValueError):
             raise SourceError(f"{path}: damaged entry for {name}") from None
+        if damaged:
+            raise SourceError(f"{path}: damaged entry for {name}: its shape does not fit its bytes")
         if not sound:
             raise SourceError(
                 f"{path}: {name} ends at byte {last} of {room}: truncated; fetch it again"

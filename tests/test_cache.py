@@ -74,7 +74,7 @@ def test_check_state_names_what_is_wrong():
         ({"layers.0.values": values[:, :, :3]}, "layers.0.values: expected float32"),
         ({"layers.0.values": values[0]}, "layers.0.values: expected"),
         ({"layers.0.keys": keys[0]}, "layers.0.keys: expected"),
-        ({"layers.0.keys": mx.array(1.0)}, "layers.0.keys: expected"),
+        ({"layers.0.keys": mx.array(1.0)}, r"layers.0.keys: has shape \[\], too few axes"),
     ]:
         wrong = {k: a for k, a in {**state, **changes}.items() if a is not None}
         with pytest.raises(CacheError, match=message):
@@ -130,6 +130,11 @@ def test_clear_empties_rows_even_of_nan():
     assert_same(cache.clear(state, mx.zeros((0,), dtype=mx.int32)), state)
 
 
+def shown(mask: mx.array) -> list[list[int]]:
+    """Columns that each row of a mask [1, T, N] shows."""
+    return [[i for i, x in enumerate(line) if x] for line in mask[0].tolist()]
+
+
 def test_place_packs_real_tokens_in_order():
     valid = mx.array([[0, 1, 0, 1, 1], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]])
     lengths = mx.array([2, 4, 5], dtype=mx.int32)
@@ -140,10 +145,14 @@ def test_place_packs_real_tokens_in_order():
     assert placement.slots.tolist() == [[2, 3, 4, 7, 7], [7] * 5, [5, 6, 7, 7, 7]]
     assert placement.offset.tolist() == [2, 4, 5]
     assert placement.lengths.tolist() == [5, 4, 10]
-    seen = [[[i for i, x in enumerate(line) if x] for line in row[0]] for row in placement.mask]
-    assert seen[0] == [[0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4], [7], [7]]
-    assert seen[1] == [[7]] * 5
-    assert seen[2] == [[*range(6)], *[[*range(7)]] * 4]
+    assert shown(placement.visible[0]) == [[0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4], [], []]
+    assert shown(placement.visible[1]) == [[]] * 5
+    assert shown(placement.visible[2]) == [[*range(6)], *[[*range(7)]] * 4]
+    # Padding sees the scratch slot that it writes.
+    mask = cache.give_sight(placement.visible, placement.slots)
+    assert shown(mask[0]) == [[0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4], [7], [7]]
+    assert shown(mask[1]) == [[7]] * 5
+    assert shown(mask[2]) == shown(placement.visible[2])
     array = mx.arange(15).reshape(3, 5)
     packed = cache.pack(array, placement)
     assert packed[0].tolist() == [1, 3, 4, 0, 2]
@@ -160,8 +169,9 @@ def test_place_decides_padding_from_the_mask_alone():
     assert placement.real.tolist() == [[True, False, False]]
     assert placement.lengths.tolist() == [3]
     assert placement.slots.tolist() == [[2, 7, 7]]
-    seen = [[i for i, x in enumerate(line) if x] for line in placement.mask[0, 0].tolist()]
-    assert seen == [[2], [7], [7]]
+    assert shown(placement.visible[0]) == [[], [], []]
+    mask = cache.give_sight(placement.visible, placement.slots)
+    assert shown(mask[0]) == [[2], [7], [7]]
 
 
 def test_write_touches_only_its_slots():
@@ -170,7 +180,7 @@ def test_write_touches_only_its_slots():
     valid = mx.array([[1, 0, 1], [1, 1, 1]])
     placement = cache.place(masks.causal(valid, state["lengths"], 6), state["lengths"])
     values = mx.arange(48, dtype=mx.float32).reshape(2, 2, 3, 4)
-    written = cache.write(buffer, values, placement)
+    written = cache.write(buffer, values, placement.slots)
     assert written.dtype == buffer.dtype
     expected = to_numpy(buffer)
     for row, slots in enumerate(placement.slots.tolist()):

@@ -35,19 +35,8 @@ from funcrt.cache.placement import (
     place,
     unpack,
 )
-from funcrt.cache.rows import (
-    can_trim,
-    clear,
-    fork,
-    grow,
-    insert,
-    keep,
-    reset,
-    restore,
-    select,
-    snapshot,
-    trim,
-)
+from funcrt.cache.rollback import can_trim, keep, restore, snapshot, trim
+from funcrt.cache.rows import clear, fork, grow, insert, reset, select
 
 __all__ = [
     "FULL",

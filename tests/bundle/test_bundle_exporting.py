@@ -331,7 +331,7 @@ def test_a_failed_rename_puts_the_old_bundle_back(target: Path) -> None:
 
 def test_seeds_of_golden_draws_are_steady(model: Model) -> None:
     """With nearly flat logits, draws hang on little: seeds are chosen that survive rounding."""
-    recorder = golden.Recorder(model, SMALL)
+    recorder = golden.Recorder(model, SMALL, None)
     recorded = recorder.record(lambda item: None)
     tokens = [a for k, a in recorded.arrays.items() if k.endswith("expected_tokens")]
     assert all(mx.any(array >= 0).item() for array in tokens)

@@ -13,6 +13,7 @@ from typing import Any
 from funcrt import masks
 from funcrt.buckets import Bucket, BucketPlan
 from funcrt.bundle import Bundle, load_bundle
+from funcrt.cache import FULL
 from funcrt.errors import CapacityError, InputError
 from funcrt.model import Model
 from funcrt.sampling import make_settings
@@ -155,7 +156,7 @@ def test_facts_are_at_hand(bundle: Bundle, model: Model) -> None:
     assert bundle.vocab_size == model.vocab_size
     assert bundle.max_positions == model.config.max_positions
     assert (bundle.dtype, bundle.device, bundle.plan) == ("float32", "cpu", PLAN)
-    assert bundle.cache_spec == model.cache_spec
+    assert bundle.cache_spec == model.cache_spec(FULL)
     assert bundle.tokenizer is not None
     assert bundle.tokenizer.encode("w7 w9") == [7, 9]
 
@@ -256,4 +257,5 @@ def test_every_function_of_the_plan_is_there(bundle: Bundle) -> None:
     assert ("decode", Bucket(2, 1, 32)) in functions
     assert ("forward", Bucket(2, 8, 16)) in functions
     assert ("sample", Bucket(2, 1, 0)) in functions
-    assert len(functions) == 4 + 4 + 2 + 2 + 1
+    assert ("prefill_block", Bucket(2, 4, 32)) in functions
+    assert len(functions) == 4 + 4 + 4 + 2 + 2 + 1
