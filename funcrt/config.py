@@ -38,6 +38,13 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 
 _WINDOWED = {"mistral"}  # a query sees keys less than `sliding_window` positions before it
 
+# What transformers fills in where a family's config.json leaves a key out; null is not left out.
+_LEFT_OUT: dict[str, dict[str, Any]] = {
+    "mistral": {
+        "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096,
+    },
+}  # fmt: skip
+
 _ROPE_KEYS: dict[str, set[str]] = {
     "default": set(),
     "linear": {"factor"},
@@ -227,6 +234,7 @@ class ModelConfig:
     @classmethod
     def _read(cls, hf: Mapping[str, Any], dtype: str) -> ModelConfig:
         _check_keys(hf)
+        hf = {**_LEFT_OUT.get(str(hf.get("model_type")), {}), **hf}
         heads = _required(hf, "num_attention_heads")
         hidden = _required(hf, "hidden_size")
         if hf.get("head_dim") is None and hidden % heads:

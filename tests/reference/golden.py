@@ -13,6 +13,7 @@ import funcrt  # noqa: F401  (before mlx)
 import mlx.core as mx
 
 LLAMA = Path(__file__).parent / "llama"
+MISTRAL = Path(__file__).parent / "mistral"
 CASES: dict[str, dict[str, Any]] = {
     case["name"]: case for case in json.loads((LLAMA / "cases.json").read_text())
 }

@@ -1,0 +1,181 @@
+"""A tiny mistral against the logits of transformers: the sliding window, full caches and rings."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import converters
+from funcrt import BucketPlan, Engine, Model, ModelConfig, masks
+from funcrt.errors import ConfigError
+from tests.reference.golden import MISTRAL
+
+import mlx.core as mx
+import pytest
+
+TOLERANCE = 2e-5
+BLINDNESS = 100 * TOLERANCE
+CASES: dict[str, Any] = json.loads((MISTRAL / "cases.json").read_text())
+NAMES = list(CASES["cases"])
+GOLDEN: dict[str, mx.array] = mx.load(str(MISTRAL / "golden.safetensors"))
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> dict[str, Model]:
+    return {name: load(name, tmp_path / name) for name in NAMES}
+
+
+def load(name: str, folder: Path) -> Model:
+    """As a user would: a Hugging Face folder through the converter."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CASES["cases"][name]))
+    shutil.copyfile(MISTRAL / "weights.safetensors", folder / "model.safetensors")
+    return converters.load(folder, dtype="float32")
+
+
+def run(
+    model: Model,
+    name: str,
+    sizes: Sequence[int] = (540,),
+    max_tokens: int | None = None,
+    capacity: int = 541,
+) -> mx.array:
+    """Logits `[T, V]` of the prompt fed in calls of these sizes."""
+    tokens = GOLDEN[f"{name}.tokens"][None]
+    state = model.init_cache(1, capacity, max_tokens=max_tokens)
+    pieces = []
+    start = 0
+    for size in sizes:
+        piece = tokens[:, start : start + size]
+        mask = masks.causal(mx.ones_like(piece), state["lengths"], capacity)
+        logits, state = model.forward(model.params, piece, mask, state)
+        pieces.append(logits[0])
+        mx.eval(logits, state)
+        start += size
+    assert start == tokens.shape[1]
+    assert state["lengths"].tolist() == [start]
+    return mx.concatenate(pieces)
+
+
+def difference(logits: mx.array, name: str) -> float:
+    expected = GOLDEN[f"{name}.logits"]
+    got = logits[GOLDEN[f"{name}.positions"]]
+    return (mx.abs(got - expected).max() / mx.abs(expected).max()).item()
+
+
+def assert_golden(logits: mx.array, name: str) -> None:
+    assert difference(logits, name) <= TOLERANCE
+    assert mx.array_equal(mx.argmax(logits, axis=-1), GOLDEN[f"{name}.argmax"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_whole_prompt(models, name):
+    assert_golden(run(models[name], name), name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("max_tokens", [None, 256, 200], ids=lambda m: f"ring{m}")
+def test_prompt_in_pieces(models, name, max_tokens):
+    """A ring of 24 + 200 - 1 slots wraps twice; without a window `max_tokens` changes nothing."""
+    sizes = [200, 24, 7, 150, 151, *[1] * 8]
+    assert_golden(run(models[name], name, sizes, max_tokens, capacity=600), name)
+
+
+def test_ring_of_single_tokens(models):
+    """The smallest ring has as many slots as the window, and wraps 21 times."""
+    state = models["window"].init_cache(1, 541, max_tokens=1)
+    assert state["layers.0.ring_keys"].shape == (1, 2, 24 + 1, 16)
+    assert_golden(run(models["window"], "window", [1] * 540, max_tokens=1), "window")
+
+
+def test_whole_prompt_through_a_ring(models):
+    assert_golden(run(models["window"], "window", max_tokens=540), "window")
+
+
+def test_engine_continues_through_a_ring_as_alone_with_a_full_cache(models):
+    """The plan makes rings; prompts longer and shorter than the window, more of them than rows."""
+    model = models["window"]
+    tokens = GOLDEN["window.tokens"].tolist()
+    prompts = [tokens[:90], tokens[100:107], tokens[200:245], tokens[3:4]]
+    engine = Engine(model, BucketPlan(batch=2, tokens=16, capacity=256))
+    assert "layers.1.ring_keys" in engine.compiled.init_cache(2, 256)
+    lengths = [50, 90, 60, 80]
+    for completion, prompt, count in zip(
+        engine.generate(prompts, max_tokens=lengths), prompts, lengths, strict=True
+    ):
+        assert completion.finish_reason == "length"
+        text = [*prompt, *completion.tokens]
+        state = model.init_cache(1, 256)
+        assert "layers.1.keys" in state
+        logits, _ = model(mx.array([text]), cache=state)
+        greedy = mx.argmax(logits[0, len(prompt) - 1 : -1], axis=-1)
+        assert greedy.tolist() == completion.tokens
+        assert len(completion.tokens) == count
+
+
+# --- the golden files are not blind --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("window", {"sliding_window": None}),
+        ("window", {"sliding_window": 23}),
+        ("window", {"sliding_window": 25}),
+        ("window", {"theta": 20000.0}),
+        ("no-window", {"sliding_window": 24}),
+        ("no-window", {"sliding_window": 128}),
+        ("no-window", {"theta": 10000.0}),
+    ],
+    ids=str,
+)
+def test_golden_sees(models, name, changes):
+    config = models[name].config
+    if "theta" in changes:
+        config = replace(config, rope=replace(config.rope, theta=changes["theta"]))
+    else:
+        config = replace(config, **changes)
+    changed = run(Model(config, models[name].params), name)
+    assert difference(changed, name) >= BLINDNESS
+
+
+# --- config.json ----------------------------------------------------------------------------------
+
+
+def test_what_a_config_leaves_out_is_filled_in_as_transformers_does():
+    filled = CASES["defaults"]["filled"]
+    config = ModelConfig.from_hf(CASES["defaults"]["config"])
+    assert config.sliding_window == filled["sliding_window"] == 4096
+    assert config.num_kv_heads == filled["num_key_value_heads"] == 8
+    assert config.head_dim == filled["head_dim"]
+    assert config.max_positions == filled["max_position_embeddings"]
+    assert config.norm_eps == filled["rms_norm_eps"]
+    assert config.hidden_act == filled["hidden_act"]
+    assert config.tie_word_embeddings == filled["tie_word_embeddings"]
+    assert config.rope.theta == filled["rope_theta"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_config_is_written_so_that_it_reads_the_same(models, name, tmp_path):
+    written = models[name].config.to_hf()
+    assert written["sliding_window"] == CASES["cases"][name]["sliding_window"]
+    assert written["architectures"] == ["MistralForCausalLM"]
+    assert ModelConfig.from_hf(written) == models[name].config
+    models[name].save(tmp_path / "again")
+    again = converters.load(tmp_path / "again", dtype="float32")
+    assert again.config == models[name].config
+
+
+@pytest.mark.parametrize("window", [0, -1, 2.5, True, "4096"])
+def test_windows_that_are_no_size_are_refused(window):
+    with pytest.raises(ConfigError, match="sliding_window"):
+        ModelConfig.from_hf({**CASES["cases"]["window"], "sliding_window": window})
+
+
+def test_layers_of_two_kinds_are_refused():
+    with pytest.raises(ConfigError, match="layer_types"):
+        ModelConfig.from_hf({**CASES["cases"]["window"], "layer_types": ["full_attention"] * 2})
