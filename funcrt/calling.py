@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from funcrt import cache, masks
 from funcrt.buckets import BucketPlan
 from funcrt.cache import CacheState
 from funcrt.compiled import Compiled
 from funcrt.errors import InputError
+from funcrt.tracing import read_all
 
 import mlx.core as mx
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from funcrt.text import Tokenizer
 
 Tokens = mx.array | Sequence[int] | Sequence[Sequence[int]]
+Mask = mx.array | list[Any]
 
 
 class CallForm(ABC):
@@ -49,97 +51,180 @@ class CallForm(ABC):
 
     @abstractmethod
     def _run(
-        self, tokens: mx.array, mask: mx.array, state: CacheState
+        self, tokens: mx.array, mask: mx.array, state: CacheState, looks_back: bool
     ) -> tuple[mx.array, CacheState]:
-        """One call whose shapes are checked: T may be anything, rows are those of the state."""
+        """One call whose shapes are checked: T may be anything, rows are those of the state.
+
+        `looks_back` says that no token sees a later one, without looking at the mask.
+        """
 
     def __call__(
-        self, tokens: Tokens, mask: mx.array | None = None, cache: CacheState | None = None
+        self, tokens: Tokens, mask: Mask | None = None, cache: CacheState | None = None
     ) -> tuple[mx.array, CacheState]:
         """Run the model on new tokens.
+
+        A mask of two axes is a padding mask if it is `[B, T]`, and an attention mask for all rows
+        if it is `[T, S]`; a float one of `[B, T]` that holds -1e4 or less is refused, since it
+        could be either. The device is waited for once, for what the checks need: ids, lengths and
+        the mask, never the logits or the rest of the state.
 
         Args:
             tokens: ids `[B, T]` of any integer dtype, or lists; one flat list is one row.
             mask: None (all tokens are real); a padding mask `[B, T]` of any dtype, nonzero = real,
-                padding anywhere; or an attention mask `[B, 1, T, S]` (also without the 1), S the
-                capacity of `cache`.
-            cache: what an earlier call returned, or None for an empty one that just fits (256
-                slots at least). It grows when it is full.
+                padding anywhere; or an attention mask `[T, S]`, `[B, T, S]` or `[B, 1, T, S]`,
+                boolean, integer or additive (see `masks.as_mask`), S the capacity of `cache`.
+            cache: what an earlier call returned, or None for an empty one: the least power of two
+                from 256 up that holds the tokens and a scratch slot; the smallest exported one
+                that does, on a bundle. It grows when it is full.
 
         Returns:
             logits `[B, T, V]` and the new cache state; pass it on and drop the old one, or every
             step copies it.
 
         Raises:
-            InputError: ids out of range, shapes that do not fit.
+            InputError: ids out of range, shapes that do not fit, a mask that contradicts the
+                lengths of the cache or is too narrow for the tokens.
             CacheError: a cache of another model.
             CapacityError: nothing declared is large enough.
         """
-        ids = as_tokens(tokens, self.vocab_size)
+        ids = as_tokens(tokens)
         rows, count = ids.shape
         state = None if cache is None else _check_rows(self.check_cache(cache), rows)
-        if mask is not None and mask.ndim != 2:
-            mask = _fit_mask(masks.as_mask(mask), rows, count, state)
-            real = mx.any(mask, axis=(1, 3))
-            least = mask.shape[3] - 1
-        else:
-            real = _fit_valid(mask, rows, count)
-            least = 0
-        state = self._make_room(state, real, least)
+        valid, sight = _sort_mask(mask, rows, count, None if state is None else _size(state)[1])
+        needed = _check_values(ids, self.vocab_size, valid, sight, state)
+        state = self._make_room(state, rows, needed, 0 if sight is None else sight.shape[3] - 1)
         batch, capacity = _size(state)
-        ids = _pad(ids, batch, 0)
-        if mask is None or mask.ndim == 2:
-            mask = masks.causal(_pad(real, batch, 0), state["lengths"], capacity)
+        ids = _pad(ids.astype(mx.int32), batch, 0)
+        if sight is None:
+            full = masks.causal(_pad(valid, batch, 0), state["lengths"], capacity)
         else:
-            mask = _pad(_pad(mask, batch, 0), capacity, 3)
-        logits, state = self._run(ids, mask, state)
+            full = _pad(_pad(sight, batch, 0), capacity, 3)
+        logits, state = self._run(ids, full, state, looks_back=sight is None)
         return logits[:rows], state
 
-    def _make_room(self, state: CacheState | None, real: mx.array, least: int) -> CacheState:
-        new = mx.sum(real.astype(mx.int32), axis=1)
+    def _make_room(
+        self, state: CacheState | None, rows: int, needed: int, least: int
+    ) -> CacheState:
         if state is None:
-            needed = max(_as_int(mx.max(new)), least)
-            return self.init_cache(*self.choose_size(real.shape[0], needed))
+            return self.init_cache(*self.choose_size(rows, max(needed, least)))
         batch, capacity = _size(state)
-        needed = _as_int(mx.max(state["lengths"] + _pad(new, batch, 0)))
         if needed <= capacity - 1:
             return state
         return cache.grow(state, self.choose_size(batch, needed)[1])
 
 
-def as_tokens(tokens: Tokens, vocab_size: int) -> mx.array:
-    """Ids as int32 `[B, T]`, checked against the vocabulary.
+def as_tokens(tokens: Tokens) -> mx.array:
+    """Ids as integers `[B, T]`.
 
-    Raises InputError: not integers, not rectangular, empty, or ids outside `0 .. V - 1`.
+    Raises InputError: not integers, not rectangular, or empty.
     """
-    if isinstance(tokens, mx.array):
-        ids = tokens
-    else:
-        try:
-            ids = mx.array(list(tokens))
-        except (ValueError, TypeError, RuntimeError) as error:
-            raise InputError(
-                f"tokens: expected ids as [B, T] with rows of one length ({error}); "
-                "pad shorter rows and pass the padding mask"
-            ) from None
+    try:
+        ids = tokens if isinstance(tokens, mx.array) else mx.array(list(tokens))
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise InputError(
+            f"tokens: expected ids as [B, T] with rows of one length ({error}); "
+            "pad shorter rows and pass the padding mask"
+        ) from None
     if ids.ndim == 1:
         ids = ids[None]
     if ids.ndim != 2 or ids.size == 0 or not mx.issubdtype(ids.dtype, mx.integer):
         raise InputError(
             f"tokens: expected integers [B, T] with T >= 1, got {ids.dtype} {list(ids.shape)}"
         )
-    low, high = _as_int(mx.min(ids)), _as_int(mx.max(ids))
+    return ids
+
+
+class _Sorted(NamedTuple):
+    """A mask as it is meant: which tokens are real, and for an attention mask who sees what."""
+
+    valid: mx.array  # bool [B,T]
+    sight: mx.array | None  # bool [B,1,T,S]
+
+
+def _sort_mask(mask: Mask | None, rows: int, count: int, slots: int | None) -> _Sorted:
+    """Tell a padding mask from an attention mask; `slots` is None without a cache."""
+    if mask is None:
+        return _Sorted(mx.ones((rows, count), dtype=mx.bool_), None)
+    try:
+        array = mask if isinstance(mask, mx.array) else mx.array(mask)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise InputError(f"mask: expected an array ({error})") from None
+    columns = "S" if slots is None else str(slots)
+    forms = f"an attention mask is [{count}, {columns}] or [{rows}, 1, {count}, {columns}]"
+    if array.shape == (rows, count):
+        return _Sorted(_check_padding(array), None)
+    # [T, B] may fit as [T, S], and more likely is a padding mask on its side.
+    turned = array.shape == (count, rows)
+    flat = array.ndim == 2 and array.shape[0] == count and slots in (None, array.shape[1])
+    if array.ndim not in (3, 4) and (turned or not flat):
+        raise InputError(
+            f"padding mask: expected [{rows}, {count}], got {list(array.shape)}; {forms}"
+        )
+    sight = masks.as_mask(array)
+    if sight.shape[0] not in (1, rows) or sight.shape[2] != count:
+        raise InputError(f"mask: expected [{rows}, 1, {count}, S], got {list(array.shape)}")
+    if slots is not None and sight.shape[3] != slots:
+        raise InputError(
+            f"mask: its last axis is {sight.shape[3]}, the cache has {slots} slots; "
+            f"a padding mask is [{rows}, {count}], {forms}"
+        )
+    sight = mx.broadcast_to(sight, (rows, *sight.shape[1:]))
+    return _Sorted(mx.any(sight, axis=(1, 3)), sight)
+
+
+def _check_padding(mask: mx.array) -> mx.array:
+    if mx.issubdtype(mask.dtype, mx.floating):
+        values = read_all(mx.any(mask <= masks.MASKED))
+        if values is not None and values[0]:
+            raise InputError(
+                f"mask: {list(mask.shape)} is a padding mask, nonzero = real, but this one holds "
+                "-1e4 or less like an additive mask: pass 0 and 1, or the additive mask as "
+                "[1, 1, T, S]"
+            )
+    return mask != 0
+
+
+def _check_values(
+    ids: mx.array,
+    vocab_size: int,
+    valid: mx.array,
+    sight: mx.array | None,
+    state: CacheState | None,
+) -> int:
+    """Slots that the longest row fills after this call.
+
+    While traced nothing is checked: T for a new cache, and a cache that is given stays as it is.
+
+    Raises InputError for ids outside the vocabulary, or an attention mask that cannot be meant
+    for these lengths.
+    """
+    rows, count = ids.shape
+    new = mx.sum(valid.astype(mx.int32), axis=1)
+    after = new if state is None else state["lengths"] + _pad(new, _size(state)[0], 0)
+    checks = [mx.min(ids), mx.max(ids), mx.max(after)]
+    if sight is not None:
+        written = mx.arange(sight.shape[3], dtype=mx.int32) < after[:rows, None]
+        seen = mx.any(sight & written[:, None, None], axis=(1, 3))
+        checks.append(mx.all(seen == valid))
+    values = read_all(*checks)
+    if values is None:
+        return count if state is None else 0
+    low, high, needed, *fits = values
     if low < 0 or high >= vocab_size:
         raise InputError(
             f"token id {low if low < 0 else high} is outside the vocabulary (0 to {vocab_size - 1})"
         )
-    return ids.astype(mx.int32)
-
-
-def _as_int(array: mx.array) -> int:
-    value = array.item()
-    assert isinstance(value, int)
-    return value
+    if sight is not None and needed > sight.shape[3]:
+        raise InputError(
+            f"mask: it has {sight.shape[3]} columns, and rows hold {needed} tokens after this "
+            f"call: grow the cache first (cache.grow), and make the mask for its capacity"
+        )
+    if False in fits:
+        raise InputError(
+            "mask: a token sees only slots that no token has filled: the mask was made for other "
+            "lengths than those of the cache"
+        )
+    return int(needed)
 
 
 def _size(state: CacheState) -> tuple[int, int]:
@@ -150,24 +235,6 @@ def _check_rows(state: CacheState, rows: int) -> CacheState:
     if _size(state)[0] < rows:
         raise InputError(f"tokens have {rows} rows, the cache has {_size(state)[0]}")
     return state
-
-
-def _fit_valid(valid: mx.array | None, rows: int, count: int) -> mx.array:
-    if valid is None:
-        return mx.ones((rows, count), dtype=mx.bool_)
-    if valid.shape != (rows, count):
-        raise InputError(f"padding mask: expected [{rows}, {count}], got {list(valid.shape)}")
-    return valid != 0
-
-
-def _fit_mask(mask: mx.array, rows: int, count: int, state: CacheState | None) -> mx.array:
-    if mask.shape[0] not in (1, rows) or mask.shape[2] != count:
-        raise InputError(f"mask: expected [{rows}, 1, {count}, S], got {list(mask.shape)}")
-    if state is not None and mask.shape[3] != _size(state)[1]:
-        raise InputError(
-            f"mask: its last axis is {mask.shape[3]}, the cache has {_size(state)[1]} slots"
-        )
-    return mx.broadcast_to(mask, (rows, *mask.shape[1:]))
 
 
 def _pad(array: mx.array, size: int, axis: int) -> mx.array:

@@ -12,7 +12,7 @@ from funcrt.tracing import read
 
 import mlx.core as mx
 
-_MASKED = -1e4  # float16 holds it, and no score that is not masked comes near
+MASKED = -9984.0  # -1e4, as bfloat16 rounds it: no score that is not masked comes near
 
 
 def causal(valid: mx.array, lengths: mx.array, capacity: int) -> mx.array:
@@ -38,8 +38,9 @@ def causal(valid: mx.array, lengths: mx.array, capacity: int) -> mx.array:
         InputError: wrong ranks or batch sizes.
     """
     if valid.ndim != 2:
-        raise InputError(f"valid: expected shape [B, T], got {valid.shape}")
+        raise InputError(f"valid: expected shape [B, T], got {list(valid.shape)}")
     check_lengths(lengths, valid.shape[0])
+    check_capacity(capacity)
     real = valid != 0
     rank = mx.cumsum(real.astype(mx.int32), axis=1) - 1  # [B,T]
     last = lengths[:, None] + rank  # the slot that a real token takes
@@ -70,7 +71,7 @@ def from_lengths(new_lengths: mx.array, tokens: int, lengths: mx.array, capacity
     Raises:
         InputError: wrong shapes or dtypes; counts outside 0 to T, where they can be read.
     """
-    check_lengths(new_lengths, lengths.shape[0], "new_lengths")
+    check_lengths(new_lengths, _rows(lengths), "new_lengths")
     counts = read(new_lengths)
     if counts is not None and any(not 0 <= count <= tokens for count in counts):
         raise InputError(f"new_lengths: expected 0 to {tokens} (T), got {counts}")
@@ -101,10 +102,11 @@ def from_block(block: mx.array, lengths: mx.array, capacity: int) -> mx.array:
         InputError: a block that is not square, or another batch size.
     """
     if block.ndim == 2:
-        block = mx.broadcast_to(block[None], (lengths.shape[0], *block.shape))
+        block = mx.broadcast_to(block[None], (_rows(lengths), *block.shape))
     if block.ndim != 3 or block.shape[1] != block.shape[2]:
         raise InputError(f"block: expected [T, T] or [B, T, T], got {list(block.shape)}")
     check_lengths(lengths, block.shape[0])
+    check_capacity(capacity)
     block = block != 0
     tokens = block.shape[1]
     real = mx.any(block, axis=2)  # [B,T]
@@ -146,18 +148,20 @@ def from_tree(parents: mx.array, lengths: mx.array, capacity: int) -> tuple[mx.a
             parent, or a cycle.
     """
     if parents.ndim != 2 or not mx.issubdtype(parents.dtype, mx.integer):
-        raise InputError(f"parents: expected int32 [B, T], got {parents.dtype} {parents.shape}")
+        raise InputError(
+            f"parents: expected int32 [B, T], got {parents.dtype} {list(parents.shape)}"
+        )
     check_lengths(lengths, parents.shape[0])
     _check_tree(parents)
     tokens = parents.shape[1]
     node = mx.arange(tokens, dtype=mx.int32)
     real = parents >= -1
-    sees = (node == node[:, None]) & real[..., None]  # itself
-    sees = sees | ((parents[..., None] == node) & real[..., None])  # and its parent
-    reach = 1
-    while reach < tokens:  # ancestors twice as far at every turn
-        sees = (sees.astype(mx.float32) @ sees.astype(mx.float32)) > 0
-        reach *= 2
+    inside = (parents >= 0) & (parents < tokens)  # indices must not leave arrays while traced
+    above = mx.where(inside, parents, node).astype(mx.int32)  # [B,T]; a root stays where it is
+    sees = (node == node[:, None]) & real[..., None]  # [B,T,T], itself
+    for _ in range((tokens - 1).bit_length()):  # ancestors twice as far at every turn
+        sees = sees | mx.take_along_axis(sees, above[..., None], axis=1)
+        above = mx.take_along_axis(above, above, axis=1)
     depth = mx.sum(sees.astype(mx.int32), axis=2) - 1
     return from_block(sees, lengths, capacity), mx.where(real, lengths[:, None] + depth, 0)
 
@@ -196,7 +200,7 @@ def prefix_lm(
     after = lengths + mx.sum(real.astype(mx.int32), axis=1)
     values = read(mx.stack([prefix_lengths, lengths, after]))
     for prefix, before, end in zip(*values, strict=True) if values is not None else ():
-        if before < prefix and (before > 0 or prefix > end):
+        if before < end and before < prefix and (before > 0 or prefix > end):
             raise InputError(
                 f"prefix_lm: a prefix of {prefix} tokens must fit one call, this one has "
                 f"tokens {before} to {end - 1} of the row: use a larger T"
@@ -208,16 +212,27 @@ def prefix_lm(
 def as_mask(array: mx.array, dtype: mx.Dtype | None = None) -> mx.array:
     """Any attention mask as bool `[B or 1, 1, T, S]`, or as an additive one of `dtype`.
 
+    Three tokens over an empty cache, capacity 4, as floats and as what comes out::
+
+        additive                slot 0 1 2 3
+        0  -inf  -inf  -inf          x . . .
+        0     0  -1e9  -1e9          x x . .
+        0     0     0  -1e4          x x x .
+
     Args:
         array: `[T, S]`, `[B, T, S]` or `[B, 1, T, S]`. Booleans and integers: nonzero = may
             attend. Floats are additive: 0 = may attend, -1e4 or less (-inf too) = may not.
-        dtype: None for bool; a float dtype for the additive form, which then never widens a
-            compute dtype.
+        dtype: None for bool; a float dtype for the additive form (0, and half of what the dtype
+            can hold at least, so that adding a score overflows nowhere), which then never widens
+            a compute dtype.
 
     Raises:
-        InputError: wrong rank; a head axis other than 1; where they can be read, additive values
-            between 0 and -1e4, which are biases: they belong to the model (ALiBi, for one).
+        InputError: wrong rank; a head axis other than 1; a dtype that is not a float; where they
+            can be read, additive values other than 0 and -1e4 or less, which are biases: they
+            belong to the model (ALiBi, for one).
     """
+    if dtype is not None and not mx.issubdtype(dtype, mx.floating):
+        raise InputError(f"as_mask: dtype: expected a float dtype, or None for bool, got {dtype}")
     if array.ndim == 2:
         array = array[None]
     if array.ndim == 3:
@@ -227,19 +242,24 @@ def as_mask(array: mx.array, dtype: mx.Dtype | None = None) -> mx.array:
             f"mask: expected [T, S], [B, T, S] or [B, 1, T, S], got {list(array.shape)}"
         )
     if mx.issubdtype(array.dtype, mx.floating):
-        strange = (array != 0) & mx.logical_not(array <= _MASKED)
-        if read(mx.any(strange)):
-            value = mx.max(mx.where(strange, mx.abs(array), 0)).item()
-            raise InputError(
-                f"mask: an additive mask holds 0 and values of {_MASKED:g} or less, got one of "
-                f"size {value:g}: biases belong to the model"
-            )
+        _check_additive(array)
         mask = array == 0
     else:
         mask = array != 0
     if dtype is None:
         return mask
-    return mx.where(mask, mx.array(0, dtype), mx.array(mx.finfo(dtype).min, dtype))
+    return mx.where(mask, mx.array(0, dtype), mx.array(mx.finfo(dtype).min / 2, dtype))
+
+
+def _check_additive(array: mx.array) -> None:
+    strange = (array != 0) & mx.logical_not(array <= MASKED)
+    if not read(mx.any(strange)):
+        return
+    value = array.reshape(-1)[mx.argmax(strange.reshape(-1))].item()
+    raise InputError(
+        f"mask: a float mask is additive: 0 = may attend, -1e4 or less = may not; it has a "
+        f"{value:g}. Biases (ALiBi) belong to the model; a mask of 0 and 1 must be bool or integer"
+    )
 
 
 def check_lengths(lengths: mx.array, batch: int, name: str = "lengths") -> None:
@@ -250,15 +270,30 @@ def check_lengths(lengths: mx.array, batch: int, name: str = "lengths") -> None:
         )
 
 
+def check_capacity(capacity: int) -> None:
+    """Raise InputError unless `capacity` can be that of a cache."""
+    if capacity < 1:
+        raise InputError(f"capacity: expected the S of the cache, 1 at least, got {capacity}")
+
+
+def _rows(lengths: mx.array) -> int:
+    if lengths.ndim != 1:
+        raise InputError(f"lengths: expected int32 [B], got {lengths.dtype} {list(lengths.shape)}")
+    return lengths.shape[0]
+
+
 def _check_tree(parents: mx.array) -> None:
     for row in read(parents) or ():
+        sound = {-1}  # leads to the cached text
         for node, parent in enumerate(row):
-            seen = {node}
-            while parent >= 0:
-                if parent >= len(row) or row[parent] < -1 or parent in seen:
+            path = {node}
+            while parent >= -1 and parent not in sound:
+                if parent >= len(row) or row[parent] < -1 or parent in path:
                     raise InputError(
                         f"parents: node {node} of {row} does not lead to the cached text: each "
-                        f"parent is an earlier node (0 to {len(row) - 1}) or -1"
+                        f"parent is another node (0 to {len(row) - 1}) or -1, and no padding"
                     )
-                seen.add(parent)
+                path.add(parent)
                 parent = row[parent]
+            if parent >= -1:
+                sound |= path

@@ -194,7 +194,7 @@ class Model(CallForm):
         return rows, max(256, 1 << tokens.bit_length())
 
     def _run(
-        self, tokens: mx.array, mask: mx.array, state: CacheState
+        self, tokens: mx.array, mask: mx.array, state: CacheState, looks_back: bool
     ) -> tuple[mx.array, CacheState]:
         return self.forward(self.prepared, tokens, mask, state)
 

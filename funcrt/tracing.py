@@ -1,4 +1,4 @@
-"""What can be known of an array while a function is traced."""
+"""What can be known of arrays while a function is traced."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ def read(array: mx.array) -> Any:
 
     Checks that need values use it: they run wherever a function is called directly.
     """
+    values = read_all(array)
+    return None if values is None else values[0]
+
+
+def read_all(*arrays: mx.array) -> list[Any] | None:
+    """`read` of several arrays, waiting for the device once; None while any of them is traced."""
     try:
-        return array.tolist()
+        mx.eval(*arrays)
     except ValueError:  # MLX: arrays cannot be evaluated during a transformation
         return None
+    return [array.tolist() for array in arrays]

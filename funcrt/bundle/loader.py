@@ -21,6 +21,7 @@ from funcrt.flat import FlatFunction
 from funcrt.params import Params, evaluate_singly
 from funcrt.storage import load_arrays
 from funcrt.text import Tokenizer
+from funcrt.tracing import read
 
 import mlx.core as mx
 
@@ -195,14 +196,15 @@ class Bundle(CallForm):
         return self.plan.choose_batch(rows), self.plan.choose_capacity(tokens)
 
     def _run(
-        self, tokens: mx.array, mask: mx.array, state: CacheState
+        self, tokens: mx.array, mask: mx.array, state: CacheState, looks_back: bool
     ) -> tuple[mx.array, CacheState]:
         """Any T, in chunks of the largest declared one."""
         largest = self.plan.tokens[-1]
         count = tokens.shape[1]
         if count <= largest:
             return self.forward(tokens, mask, state)
-        _check_chunks(mask, state["lengths"], largest)
+        if not looks_back:
+            _check_chunks(mask, state["lengths"], largest)
         parts = []
         for start in range(0, count, largest):
             chunk = slice(start, start + largest)
@@ -225,14 +227,16 @@ def _check_chunks(mask: mx.array, lengths: mx.array, largest: int) -> None:
     real = mx.any(mask, axis=(1, 3)).astype(mx.int32)  # [B,T]
     slots = mx.arange(mask.shape[3], dtype=mx.int32)
     total = (lengths + mx.sum(real, axis=1))[:, None, None, None]
+    ahead = []
     for start in range(0, mask.shape[2], largest):
         after = lengths + mx.sum(real[:, : start + largest], axis=1)
         later = (slots >= after[:, None, None, None]) & (slots < total)
-        if mx.any(mask[:, :, start : start + largest] & later).item():
-            raise CapacityError(
-                f"the mask lets a token see one more than {largest} tokens ahead in chunks: "
-                f"export with --tokens {mask.shape[2]}, or pass a mask that looks back only"
-            )
+        ahead.append(mx.any(mask[:, :, start : start + largest] & later))
+    if read(mx.any(mx.stack(ahead))) is True:
+        raise CapacityError(
+            f"the mask lets a token see one more than {largest} tokens ahead in chunks: "
+            f"export with --tokens {mask.shape[2]}, or pass a mask that looks back only"
+        )
 
 
 def _open(folder: Path) -> Bundle:
