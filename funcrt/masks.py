@@ -245,7 +245,7 @@ def as_mask(array: mx.array, dtype: mx.Dtype | None = None) -> mx.array:
         _check_additive(array)
         mask = array == 0
     else:
-        mask = array != 0
+        mask = array if array.dtype == mx.bool_ else array != 0
     if dtype is None:
         return mask
     return mx.where(mask, mx.array(0, dtype), mx.array(mx.finfo(dtype).min / 2, dtype))

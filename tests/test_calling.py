@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from functools import cache
 
-from funcrt import masks
+from funcrt import calling, masks
+from funcrt.cache import state_size
 from funcrt.errors import CacheError, FuncrtError, InputError
 from tests.helpers import (
     TINY,
@@ -103,10 +104,20 @@ def test_a_growing_cache_equals_one_that_was_large_from_the_start(model):
     assert relative_error(logits[0], plain(tokens)[-18:]) <= TOLERANCE
 
 
+def test_the_capacity_of_a_cache_that_is_not_given(model):
+    """256, or the next power of two that leaves a scratch slot; only real tokens count."""
+    for count, capacity in [(1, 256), (255, 256), (256, 512), (511, 512), (512, 1024)]:
+        assert state_size(model([0] * count)[1]) == (1, capacity)
+    padded = mx.concatenate([mx.zeros((1, 200)), mx.ones((1, 100))], axis=1)
+    assert state_size(model([0] * 300, padded)[1]) == (1, 256)
+    causal = masks.causal(mx.ones((1, 3)), mx.array([0], dtype=mx.int32), 300)
+    assert state_size(model([0] * 3, causal)[1]) == (1, 512)
+
+
 @pytest.mark.parametrize("count", [255, 256, 511])
 def test_a_cache_has_room_beside_its_scratch_slot(model, count):
     _, state = model([0] * count)
-    assert state["layers.0.keys"].shape[2] == (256 if count == 255 else 512)
+    assert state_size(state)[1] == (256 if count == 255 else 512)
     _, grown = model([1], None, state)
     assert grown["lengths"].tolist() == [count + 1]
     assert grown["layers.0.keys"].shape[2] >= count + 2
@@ -145,16 +156,75 @@ def test_one_attention_mask_for_all_rows(model):
 
 
 def test_an_attention_mask_pads_rows_and_grows_with_its_cache(model):
-    tokens = random_tokens(258)
+    """The last column is scratch before the cache grows, and an ordinary slot after it."""
+    tokens = random_tokens(256)
     _, state = model([tokens[:254]])
-    mask = masks.causal(mx.array([[1, 0, 1, 1, 1]]), state["lengths"], 256)
-    line = [tokens[254], 0, *tokens[255:]]
+    mask = masks.causal(mx.array([[1, 0, 1, 0, 0]]), state["lengths"], 256)
+    line = [tokens[254], 0, tokens[255], 0, 0]
     logits, state = model([line], mask, state)
-    assert state["layers.0.keys"].shape[2] == 512
-    assert state["lengths"].tolist() == [258]
-    # Tokens beyond slot 255 are not in the mask of 256 columns: it cannot show them.
-    expected = plain(tokens)
-    assert relative_error(logits[0, [0, 2]], expected[254:256]) <= TOLERANCE
+    assert state_size(state) == (1, 512)
+    assert state["lengths"].tolist() == [256]
+    assert relative_error(logits[0, [0, 2]], plain(tokens)[254:256]) <= TOLERANCE
+
+
+def test_an_attention_mask_must_have_columns_for_its_tokens(model):
+    _, state = model([0] * 254)
+    mask = masks.causal(mx.ones((1, 3)), state["lengths"], 256)
+    with pytest.raises(
+        InputError, match=r"256 columns, and rows hold 257 tokens .* grow the cache"
+    ):
+        model([1, 2, 3], mask, state)
+    with pytest.raises(InputError, match="2 columns, and rows hold 3 tokens"):
+        model([1, 2, 3], mx.ones((1, 1, 3, 2), mx.int32))
+
+
+def test_a_flat_mask_is_padding_if_it_can_be(model):
+    """[B, T] first, square ones too; then [T, S] for all rows; a padding mask on its side neither.
+
+    What is [B, T] but looks additive is refused.
+    """
+    square = mx.array([[0, 1], [1, 1]])
+    assert model([[95, 7], [8, 9]], square)[1]["lengths"].tolist() == [1, 2]
+    assert model([[5]], mx.array([[0]]))[1]["lengths"].tolist() == [0]
+    see = mx.tril(mx.ones((3, 16), mx.int32))
+    for mask in (see, see != 0, mx.where(see != 0, 0.0, -1e9)):
+        logits, state = model(ids([1, 2, 3], [4, 5, 6]), mask, model.init_cache(2, 16))
+        assert state["lengths"].tolist() == [3, 3]
+        assert relative_error(logits[1], plain([4, 5, 6])) <= TOLERANCE
+    for shape, slots in [((3, 2), None), ((3, 2), 16), ((3, 16), 8)]:
+        state = None if slots is None else model.init_cache(2, slots)
+        with pytest.raises(InputError, match=r"padding mask: .* attention mask is \[3, "):
+            model(ids([1, 2, 3], [4, 5, 6]), mx.ones(shape, mx.int32), state)
+    sixteen = [[1, 2, 3]] * 16  # [T, B] and [T, S] at once
+    with pytest.raises(InputError, match=r"padding mask: expected \[16, 3\], got \[3, 16\]"):
+        model(sixteen, mx.ones((3, 16), mx.int32), model.init_cache(16, 16))
+    for low in (float("-inf"), -1e4, -1e9):
+        for dtype in (mx.float32, mx.bfloat16):
+            additive = mx.where(square != 0, 0.0, low).astype(dtype)
+            with pytest.raises(InputError, match="holds -1e4 or less like an additive mask"):
+                model([[1, 2], [3, 4]], additive)
+
+
+def test_masks_that_are_lists_or_numpy_arrays(model):
+    tokens, valid = [[95, 7, 8], [9, 10, 11]], [[0, 1, 1], [1, 1, 1]]
+    expected, _ = model(tokens, mx.array(valid))
+    for mask in (valid, np.array(valid), np.array(valid, bool), np.array(valid, np.int8)):
+        logits, state = model(tokens, mask)
+        assert state["lengths"].tolist() == [2, 3]
+        assert logits.tolist() == expected.tolist()
+
+
+def test_masks_that_contradict_the_lengths(model):
+    """Made for an empty row or for a longer one than the cache has."""
+    _, state = model([[1, 2, 3, 4], [5, 0, 0, 0]], mx.array([[1] * 4, [1, 0, 0, 0]]))
+    wrong = masks.causal(mx.ones((2, 2)), mx.array([4, 30], dtype=mx.int32), 256)
+    wrong = wrong & (mx.arange(256) >= 4)  # the second row sees only what it will never fill
+    with pytest.raises(InputError, match="made for other lengths than those of the cache"):
+        model([[1, 2], [3, 4]], wrong & (mx.arange(256) >= 20), state)
+    with pytest.raises(InputError, match=r"lengths: expected int32 .3., got"):
+        masks.causal(mx.ones((3, 2)), state["lengths"], 256)
+    right = masks.causal(mx.ones((2, 2)), state["lengths"], 256)
+    assert model([[1, 2], [3, 4]], right, state)[1]["lengths"].tolist() == [6, 3]
 
 
 def test_fewer_rows_than_the_cache_has(model):
@@ -212,7 +282,12 @@ def test_masks_that_do_not_fit(model):
         (mx.ones((2, 1, 2, 16), mx.int32), r"expected \[2, 1, 3, S\]"),
         (mx.ones((2, 4, 3, 16), mx.int32), "mask: expected"),
         (mx.ones((2, 1, 3, 15), mx.int32), "last axis is 15, the cache has 16"),
-        (mx.zeros((2, 1, 3, 16)), "expected bool or integers"),
+        (mx.ones((2, 1, 3, 16)), "a mask of 0 and 1 must be bool or integer"),
+        (mx.full((2, 1, 3, 16), -0.5), "Biases .ALiBi. belong to the model"),
+        (mx.ones((1, 1, 2, 3, 16), mx.int32), "padding mask: expected"),
+        (mx.array(1), "padding mask: expected"),
+        ([[1, 1, 1], [1]], "mask: expected an array"),
+        ("right", "mask: expected an array"),
     ]:
         with pytest.raises(InputError, match=match):
             model(tokens, mask, state)
@@ -231,6 +306,54 @@ def test_caches_that_do_not_fit(model):
     for batch, capacity in [(0, 16), (1, 1)]:
         with pytest.raises(FuncrtError):
             model.init_cache(batch, capacity)
+
+
+def test_a_call_waits_for_the_device_once_and_leaves_its_results_lazy(model, monkeypatch):
+    """What it reads are ids, lengths and the mask: small, and never what the layers compute."""
+    reads = []
+    read_all = calling.read_all
+    monkeypatch.setattr(calling, "read_all", lambda *a: reads.append(a) or read_all(*a))
+    state = model.init_cache(4, 4096)
+    tokens, valid = mx.zeros((4, 64), mx.int32), mx.ones((4, 64), mx.int16)
+    causal = masks.causal(valid, mx.zeros(4, mx.int32), 4096)
+    mx.eval(model.prepared, state, tokens, valid, causal)
+    for mask in (None, valid, causal):
+        reads.clear()
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        logits, new = model(tokens, mask, state)
+        logits, new = model(tokens[:, :1], None, new)
+        assert len(reads) == 2
+        assert all(array.size == 1 for array in sum(reads, ()))
+        # Lengths follow from the mask of the call before, [4, 1, 64, 4096]: 1 MiB of booleans, and
+        # an attention mask is compared with them once. One layer has 4 MiB of keys and values.
+        assert mx.get_peak_memory() - before < 2**21
+        assert mx.all(mx.isfinite(logits)).item()
+
+
+def test_a_traced_call_leaves_out_its_checks(model, tmp_path):
+    """The cache that is given stays as large as it is: growing it is a host's decision."""
+    tokens, valid = ids([95, 2, 3, 4], [5, 6, 7, 8]), mx.array([[0, 1, 1, 1], [1, 1, 1, 1]])
+    state = model.init_cache(2, 16)
+    expected, after = model(tokens, valid, state)
+
+    def run(tokens, valid, *arrays):
+        given = dict(zip(state, arrays, strict=True))
+        assert state_size(model(tokens)[1]) == (2, 256)
+        causal = masks.causal(valid, given["lengths"], 16)
+        logits, new = model(tokens, valid, given)
+        assert list(new) == list(state)
+        return logits, model(tokens, causal, given)[0], *new.values()
+
+    file = str(tmp_path / "call.mlxfn")
+    mx.export_function(file, run, tokens, valid, *state.values())
+    imported = mx.import_function(file)
+    logits, again, *arrays = imported(tokens, valid, *state.values())
+    assert relative_error(logits[1], expected[1]) <= TOLERANCE
+    assert relative_error(again[1], expected[1]) <= TOLERANCE
+    assert arrays[0].tolist() == after["lengths"].tolist() == [3, 4]
+    *_, last = imported(tokens + 90, valid, *state.values())  # ids are not looked at any more
+    assert last.shape == arrays[-1].shape
 
 
 @pytest.mark.parametrize("kind", ["float16", "bfloat16", "affine"])
