@@ -6,8 +6,8 @@
 | `toy_hybrid` | a gated linear recurrence behind a short convolution, then full attention |
 | `toy_recurrent` | two such recurrences, no slots at all |
 
-The recurrence is that of arXiv:2405.21060 (§6, one block): `h = exp(-a dt) h + dt x b^T`, `y = h c`,
-with `dt` a softplus. The oracles walk token by token in float64, without cache or masks.
+The recurrence is that of arXiv:2405.21060 (§6, one block): `h = exp(-a dt) h + dt x b^T` and
+`y = h c`, with `dt` a softplus. The oracles walk token by token in float64, without cache or masks.
 """
 
 from __future__ import annotations

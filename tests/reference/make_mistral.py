@@ -31,11 +31,9 @@ from typing import Any
 import numpy as np
 import torch
 from make_llama import (
-    LENGTH,
     TOLERANCE,
     choose_prompt,
     compare_tensors,
-    compute_logits,
     measure_entropy,
     measure_noise,
 )
