@@ -60,7 +60,7 @@ def save_arrays(
 
 def load_metadata(path: Path) -> dict[str, str]:
     """The text entries of a safetensors file. Raises SourceError if it is damaged."""
-    entries = _read_header(path)[0].get("__metadata__", {})
+    entries = _read_header(path)[0].get("__metadata__") or {}  # MLX writes null for none
     if not isinstance(entries, dict) or not all(isinstance(v, str) for v in entries.values()):
         raise SourceError(f"{path}: its metadata is damaged")
     return entries

@@ -232,3 +232,20 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(SourceError, match="cannot write the model to"):
         make_model().save(tmp_path / "file" / "folder")
+
+
+@pytest.mark.parametrize("shape", ["[2,3]", "[-2,-2]", "[5]", "[2,2.5]", '["2",2]', "4"])
+def test_shapes_that_do_not_fit_their_bytes_are_refused(tmp_path, shape):
+    header = f'{{"a":{{"dtype":"F32","shape":{shape},"data_offsets":[0,16]}}}}'.encode()
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
+    with pytest.raises(SourceError, match="damaged entry for a"):
+        storage.load_arrays(path)
+
+
+def test_any_file_name_and_no_metadata_will_do(tmp_path):
+    path = tmp_path / "a.safetensors"
+    storage.save_arrays(path, {"a": mx.arange(4)})
+    path.rename(other := tmp_path / "weights.cache")
+    assert storage.load_arrays(other)["a"].tolist() == [0, 1, 2, 3]
+    assert storage.load_metadata(other) == {}
