@@ -64,8 +64,8 @@ class CallForm(ABC):
         """Run the model on new tokens.
 
         A mask of two axes is a padding mask if it is `[B, T]`, and an attention mask for all rows
-        if it is `[T, S]`; a float one of `[B, T]` that holds -1e4 or less is refused, since it
-        could be either. The device is waited for once, for what the checks need: ids, lengths and
+        if it is `[T, S]`; one of `[B, T]` that holds -1e4 or less is refused, since it could be
+        either. The device is waited for once, for what the checks need: ids, lengths and
         the mask, never the logits or the rest of the state.
 
         Args:
@@ -90,8 +90,9 @@ class CallForm(ABC):
         ids = as_tokens(tokens)
         rows, count = ids.shape
         state = None if cache is None else _check_rows(self.check_cache(cache), rows)
-        valid, sight = _sort_mask(mask, rows, count, None if state is None else _size(state)[1])
-        needed = _check_values(ids, self.vocab_size, valid, sight, state)
+        sorted_mask = _sort_mask(mask, rows, count, None if state is None else _size(state)[1])
+        needed = _check_values(ids, self.vocab_size, sorted_mask, state)
+        valid, sight = sorted_mask.valid, sorted_mask.sight
         state = self._make_room(state, rows, needed, 0 if sight is None else sight.shape[3] - 1)
         batch, capacity = _size(state)
         ids = _pad(ids.astype(mx.int32), batch, 0)
@@ -134,17 +135,24 @@ def as_tokens(tokens: Tokens) -> mx.array:
     return ids
 
 
-class _Sorted(NamedTuple):
-    """A mask as it is meant: which tokens are real, and for an attention mask who sees what."""
+class _Mask(NamedTuple):
+    """A mask as it is meant.
 
-    valid: mx.array  # bool [B,T]
-    sight: mx.array | None  # bool [B,1,T,S]
+    Attributes:
+        valid: bool `[B, T]`, which tokens are real.
+        padding: `[B, T]`, a padding mask as it came.
+        sight: bool `[B, 1, T, S]`, an attention mask.
+    """
+
+    valid: mx.array
+    padding: mx.array | None = None
+    sight: mx.array | None = None
 
 
-def _sort_mask(mask: Mask | None, rows: int, count: int, slots: int | None) -> _Sorted:
+def _sort_mask(mask: Mask | None, rows: int, count: int, slots: int | None) -> _Mask:
     """Tell a padding mask from an attention mask; `slots` is None without a cache."""
     if mask is None:
-        return _Sorted(mx.ones((rows, count), dtype=mx.bool_), None)
+        return _Mask(mx.ones((rows, count), dtype=mx.bool_))
     try:
         array = mask if isinstance(mask, mx.array) else mx.array(mask)
     except (ValueError, TypeError, RuntimeError) as error:
@@ -152,7 +160,7 @@ def _sort_mask(mask: Mask | None, rows: int, count: int, slots: int | None) -> _
     columns = "S" if slots is None else str(slots)
     forms = f"an attention mask is [{count}, {columns}] or [{rows}, 1, {count}, {columns}]"
     if array.shape == (rows, count):
-        return _Sorted(_check_padding(array), None)
+        return _Mask(array != 0, padding=array)
     # [T, B] may fit as [T, S], and more likely is a padding mask on its side.
     turned = array.shape == (count, rows)
     flat = array.ndim == 2 and array.shape[0] == count and slots in (None, array.shape[1])
@@ -169,62 +177,56 @@ def _sort_mask(mask: Mask | None, rows: int, count: int, slots: int | None) -> _
             f"a padding mask is [{rows}, {count}], {forms}"
         )
     sight = mx.broadcast_to(sight, (rows, *sight.shape[1:]))
-    return _Sorted(mx.any(sight, axis=(1, 3)), sight)
+    return _Mask(mx.any(sight, axis=(1, 3)), sight=sight)
 
 
-def _check_padding(mask: mx.array) -> mx.array:
-    if mx.issubdtype(mask.dtype, mx.floating):
-        values = read_all(mx.any(mask <= masks.MASKED))
-        if values is not None and values[0]:
-            raise InputError(
-                f"mask: {list(mask.shape)} is a padding mask, nonzero = real, but this one holds "
-                "-1e4 or less like an additive mask: pass 0 and 1, or the additive mask as "
-                "[1, 1, T, S]"
-            )
-    return mask != 0
-
-
-def _check_values(
-    ids: mx.array,
-    vocab_size: int,
-    valid: mx.array,
-    sight: mx.array | None,
-    state: CacheState | None,
-) -> int:
+def _check_values(ids: mx.array, vocab_size: int, mask: _Mask, state: CacheState | None) -> int:
     """Slots that the longest row fills after this call.
 
     While traced nothing is checked: T for a new cache, and a cache that is given stays as it is.
 
-    Raises InputError for ids outside the vocabulary, or an attention mask that cannot be meant
-    for these lengths.
+    Raises InputError for ids outside the vocabulary, an additive mask in a padding mask's shape,
+    or an attention mask that cannot be meant for these lengths.
     """
     rows, count = ids.shape
-    new = mx.sum(valid.astype(mx.int32), axis=1)
+    new = mx.sum(mask.valid.astype(mx.int32), axis=1)
     after = new if state is None else state["lengths"] + _pad(new, _size(state)[0], 0)
-    checks = [mx.min(ids), mx.max(ids), mx.max(after)]
-    if sight is not None:
-        written = mx.arange(sight.shape[3], dtype=mx.int32) < after[:rows, None]
-        seen = mx.any(sight & written[:, None, None], axis=(1, 3))
-        checks.append(mx.all(seen == valid))
+    checks = [mx.min(ids), mx.max(ids), mx.max(after), *_oddities(mask, after[:rows])]
     values = read_all(*checks)
     if values is None:
         return count if state is None else 0
-    low, high, needed, *fits = values
+    low, high, needed, *odd = values
     if low < 0 or high >= vocab_size:
         raise InputError(
             f"token id {low if low < 0 else high} is outside the vocabulary (0 to {vocab_size - 1})"
         )
-    if sight is not None and needed > sight.shape[3]:
+    if mask.padding is not None and odd[0]:
         raise InputError(
-            f"mask: it has {sight.shape[3]} columns, and rows hold {needed} tokens after this "
+            f"mask: {list(mask.padding.shape)} is a padding mask, nonzero = real, but this one "
+            "holds -1e4 or less like an additive mask: pass 0 and 1, or it as [1, 1, T, S]"
+        )
+    if mask.sight is not None and needed > mask.sight.shape[3]:
+        raise InputError(
+            f"mask: it has {mask.sight.shape[3]} columns, and rows hold {needed} tokens after this "
             f"call: grow the cache first (cache.grow), and make the mask for its capacity"
         )
-    if False in fits:
+    if mask.sight is not None and odd[0]:
         raise InputError(
             "mask: a token sees only slots that no token has filled: the mask was made for other "
             "lengths than those of the cache"
         )
     return int(needed)
+
+
+def _oddities(mask: _Mask, after: mx.array) -> list[mx.array]:
+    """A bool that says whether the mask cannot be meant; nothing where there is no mask."""
+    if mask.padding is not None:
+        return [mx.any(mask.padding <= masks.MASKED)]
+    if mask.sight is not None:
+        written = mx.arange(mask.sight.shape[3], dtype=mx.int32) < after[:, None]  # [B,S]
+        seen = mx.any(mask.sight & written[:, None, None], axis=(1, 3))
+        return [mx.any(seen != mask.valid)]
+    return []
 
 
 def _size(state: CacheState) -> tuple[int, int]:

@@ -222,14 +222,13 @@ def as_mask(array: mx.array, dtype: mx.Dtype | None = None) -> mx.array:
     Args:
         array: `[T, S]`, `[B, T, S]` or `[B, 1, T, S]`. Booleans and integers: nonzero = may
             attend. Floats are additive: 0 = may attend, -1e4 or less (-inf too) = may not.
-        dtype: None for bool; a float dtype for the additive form (0, and half of what the dtype
-            can hold at least, so that adding a score overflows nowhere), which then never widens
-            a compute dtype.
+            Floats and signed integers are looked at once, unless traced.
+        dtype: None for bool; a float dtype for the additive form: 0, and half of its least value,
+            so that adding a score overflows nowhere. It never widens a compute dtype.
 
     Raises:
         InputError: wrong rank; a head axis other than 1; a dtype that is not a float; where they
-            can be read, additive values other than 0 and -1e4 or less, which are biases: they
-            belong to the model (ALiBi, for one).
+            can be read, biases (ALiBi, for one): they belong to the model; additive integers.
     """
     if dtype is not None and not mx.issubdtype(dtype, mx.floating):
         raise InputError(f"as_mask: dtype: expected a float dtype, or None for bool, got {dtype}")
@@ -241,8 +240,8 @@ def as_mask(array: mx.array, dtype: mx.Dtype | None = None) -> mx.array:
         raise InputError(
             f"mask: expected [T, S], [B, T, S] or [B, 1, T, S], got {list(array.shape)}"
         )
+    _check_kind(array)
     if mx.issubdtype(array.dtype, mx.floating):
-        _check_additive(array)
         mask = array == 0
     else:
         mask = array if array.dtype == mx.bool_ else array != 0
@@ -251,15 +250,19 @@ def as_mask(array: mx.array, dtype: mx.Dtype | None = None) -> mx.array:
     return mx.where(mask, mx.array(0, dtype), mx.array(mx.finfo(dtype).min / 2, dtype))
 
 
-def _check_additive(array: mx.array) -> None:
-    strange = (array != 0) & mx.logical_not(array <= MASKED)
-    if not read(mx.any(strange)):
+def _check_kind(array: mx.array) -> None:
+    if mx.issubdtype(array.dtype, mx.floating):
+        strange = (array != 0) & mx.logical_not(array <= MASKED)
+    elif mx.issubdtype(array.dtype, mx.signedinteger):
+        strange = array <= MASKED  # `(1 - mask) * -10000` of integers
+    else:
         return
-    value = array.reshape(-1)[mx.argmax(strange.reshape(-1))].item()
-    raise InputError(
-        f"mask: a float mask is additive: 0 = may attend, -1e4 or less = may not; it has a "
-        f"{value:g}. Biases (ALiBi) belong to the model; a mask of 0 and 1 must be bool or integer"
-    )
+    if read(mx.any(strange)):
+        value = array.reshape(-1)[mx.argmax(strange.reshape(-1))].item()
+        raise InputError(
+            f"mask: {array.dtype} with a {value:g}: floats are additive (0 = may attend, -1e4 or "
+            "less = may not), other masks hold 0 and 1; biases (ALiBi) belong to the model"
+        )
 
 
 def check_lengths(lengths: mx.array, batch: int, name: str = "lengths") -> None:

@@ -321,15 +321,25 @@ def test_finite_biases_are_refused(value, dtype):
     array = mx.array([[0.0, float("-inf")], [value, 0.0]]).astype(getattr(mx, dtype))
     if array[1, 0].item() == 0:
         pytest.skip("the dtype has no such value")
-    shown = re.escape(f"it has a {array[1, 0].item():g}.")
-    with pytest.raises(InputError, match=rf"{shown} Biases \(ALiBi\) belong to the model"):
+    shown = re.escape(f"{dtype} with a {array[1, 0].item():g}: floats are additive")
+    with pytest.raises(InputError, match=rf"{shown} .*; biases \(ALiBi\) belong to the model"):
         masks.as_mask(array)
+
+
+def test_additive_integers_are_refused():
+    """`(1 - mask) * -10000` of an integer mask: read as nonzero = may attend, it is reversed."""
+    see = mx.tril(mx.ones((3, 3), mx.int32))
+    for dtype in (mx.int16, mx.int32, mx.int64):
+        with pytest.raises(InputError, match=f"{dtype} with a -10000: floats are additive"):
+            masks.as_mask(((1 - see) * -10000).astype(dtype))
+        assert masks.as_mask(-see.astype(dtype)).tolist() == masks.as_mask(see).tolist()
+    assert masks.as_mask(mx.array([[65000, 0]], dtype=mx.uint16)).tolist() == [[[[True, False]]]]
 
 
 def test_alibi_is_refused():
     distance = mx.arange(6)[:, None] - mx.arange(6)
     alibi = mx.where(distance >= 0, -0.5 * distance, float("-inf"))
-    with pytest.raises(InputError, match=r"it has a -0\.5\. Biases .* must be bool or integer"):
+    with pytest.raises(InputError, match=r"with a -0\.5: .* other masks hold 0 and 1; biases"):
         masks.as_mask(alibi, dtype=mx.float32)
 
 
