@@ -13,7 +13,7 @@ from funcrt.cache import FULL, CacheLayout, CacheSpec, CacheState
 from funcrt.calling import CallForm
 from funcrt.compiled import Compiled
 from funcrt.config import ModelConfig
-from funcrt.errors import PublishError, SourceError
+from funcrt.errors import CacheError, PublishError, SourceError
 from funcrt.flat import FlatFunction, flatten
 from funcrt.params import Params, Preparation
 from funcrt.publish import Kind, publish, staging
@@ -109,6 +109,11 @@ class Model(CallForm):
         """The arrays of a cache state in a layout. Raises CacheError if it is impossible."""
         cache.check_layout(layout)
         spec: CacheSpec = self.family.cache_spec(self.config, layout)
+        if layout.kv_bits is not None and not any(entry.kind == "quantized" for entry in spec):
+            raise CacheError(
+                f"kv_bits={layout.kv_bits} packs nothing: no layer of this model keeps full keys "
+                "and values (rings of a window stay as they are); leave kv_bits out"
+            )
         return spec
 
     def check_cache(self, state: CacheState) -> CacheState:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from funcrt._version import __version__
@@ -61,6 +62,26 @@ def bundle(folder: Path) -> Path:
 def test_version() -> None:
     assert run("--version").stdout.startswith(f"funcrt {__version__} (mlx ")
     assert set(json.loads(run("--version", "--json").stdout)) == {"funcrt", "mlx"}
+
+
+def test_export_packs_the_cache(folder: Path, tmp_path: Path) -> None:
+    config = replace(TINY, head_dim=32, num_heads=2, num_kv_heads=1)
+    Model(config, make_params(config)).save(tmp_path / "model")
+    plan = ("--batch", "1", "--tokens", "16", "--capacity", "64")
+    out = tmp_path / "packed.funcrt"
+    done = run("export", tmp_path / "model", out, *plan, "--kv-bits", "8", "--json")
+    assert done.returncode == 0, done.stderr
+    arrays = json.loads(run("inspect", out, "--json").stdout)["cache"]
+    assert {"name": "layers.0.keys", "kind": "quantized", "shape": ["B", 1, "S", 8]}.items() <= (
+        arrays[1].items()
+    )
+    assert "cache: quantized" in run("inspect", out).stdout
+    refused = run("export", folder, tmp_path / "none", *plan, "--kv-bits", "8")
+    assert (refused.returncode, refused.stderr.splitlines()[-1]) == (
+        1,
+        "error: kv_bits needs a head size divisible by 32, this model has 16",
+    )
+    assert not (tmp_path / "none").exists()
 
 
 def test_generate_is_the_same_from_a_bundle_and_a_folder(folder: Path, bundle: Path) -> None:
@@ -165,6 +186,7 @@ def test_a_damaged_bundle_is_one_line(bundle: Path, tmp_path: Path) -> None:
         (("generate", "x", "--prompt", "a", "--max-tokens", "0"), 2, "--max-tokens"),
         (("export", "x", "y", "--batch", "1,two"), 2, "separated by commas"),
         (("export", "x", "y", "--capacity", "1"), 2, "capacity"),
+        (("export", "x", "y", "--kv-bits", "3"), 2, "expected 4 or 8"),
         (("unknown",), 2, "No such command"),
     ],
 )

@@ -29,6 +29,7 @@ _PARAM_PROBES = 2048
 _FLOAT32_ALLOWED = 2e-5  # of the largest logit
 _EAGER_ALLOWED = 1.25  # of the eager run's error
 _ROUNDING = {"float32": _FLOAT32_ALLOWED, "float16": 4e-3, "bfloat16": 3e-2}
+_PACKED_ROUNDING = {None: 0.0, 8: 1e-2, 4: 5e-2}  # of a cache in so many bits
 _PARAM_ROUNDING = {"float32": 2e-6, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 _SETTINGS = {  # by row, in turns; the third is greedy
@@ -88,7 +89,7 @@ class Recorder:
             calls = []
             for j, call in enumerate(case.calls):
                 found = [self._references.of(spot.row) for spot in call.spots]
-                scale, expected = _expect(self._model, call, found)
+                scale, expected = _expect(self._model, call, found, self._kv_bits)
                 arrays |= {f"{i}.{j}.{name}": array for name, array in expected.items()}
                 calls.append(GoldenCall(call.function, call.tokens, call.fresh, scale, 0.0, 0.0))
             cases.append(GoldenCase(case.batch, case.capacity, tuple(calls)))
@@ -144,7 +145,9 @@ class Recorder:
         return self._model.compiled(self._plan, self._kv_bits, eager)
 
 
-def _expect(model: Model, call: Call, found: Sequence[Reference]) -> tuple[float, Arrays]:
+def _expect(
+    model: Model, call: Call, found: Sequence[Reference], kv_bits: int | None
+) -> tuple[float, Arrays]:
     """Scale, inputs and expected outputs of one call; `found` is the reference of each spot."""
     dtype = model.config.dtype
     scale = max(ref.peaks[spot.index] for ref, spot in zip(found, call.spots, strict=True)) or 1.0
@@ -163,7 +166,8 @@ def _expect(model: Model, call: Call, found: Sequence[Reference]) -> tuple[float
     if STEPS[call.function].outputs == ("logits",):
         expected = _expect_logits(call, found, scale, dtype)
     else:
-        logits, rounding = _gather_logits(model.vocab_size, call, found), _ROUNDING[dtype]
+        logits = _gather_logits(model.vocab_size, call, found)
+        rounding = max(_ROUNDING[dtype], _PACKED_ROUNDING[kv_bits])
         if call.function == "sample":  # its input is recorded, not computed
             inputs["logits"] = logits = logits.astype(FLOATS[dtype])
             rounding = _FLOAT32_ALLOWED

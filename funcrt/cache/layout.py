@@ -192,9 +192,11 @@ def check_state(spec: CacheSpec, state: Mapping[str, mx.array]) -> CacheState:
     """
     names = [entry.name for entry in spec]
     if missing := [name for name in names if name not in state]:
-        raise CacheError(f"cache of another model or layout: it has no {', '.join(missing[:4])}")
+        listed = ", ".join(missing[:4])
+        raise CacheError(f"cache of another model or layout: it has no {listed}")
     if unknown := sorted(state.keys() - set(names)):
-        raise CacheError(f"cache of another model or layout: unknown arrays {', '.join(unknown[:4])}")
+        listed = ", ".join(unknown[:4])
+        raise CacheError(f"cache of another model or layout: unknown arrays {listed}")
     batch, capacity = state_size(state)
     for entry in spec:
         array, expected = state[entry.name], entry.sizes(batch, capacity)

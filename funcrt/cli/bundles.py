@@ -44,6 +44,7 @@ def export(
     tokens: Annotated[str, typer.Option(help="Tokens per call, e.g. 1,64,256.")] = "1,64",
     capacity: Annotated[str, typer.Option(help="Cache slots, e.g. 512,2048.")] = "512,2048",
     dtype: o.Dtype = None,
+    kv_bits: o.KvBits = None,
     json_: o.Json = False,
 ) -> None:
     """Export a model as a bundle that runs without its Python code."""
@@ -52,9 +53,11 @@ def export(
         plan = BucketPlan(**{name: o.integers(text) for name, text in sizes.items()})
     except InputError as error:
         raise typer.BadParameter(str(error)) from None
+    if kv_bits not in (None, 4, 8):
+        raise typer.BadParameter(f"--kv-bits: expected 4 or 8, got {kv_bits}")
     with terminal.timed(f"Loading {source}"):
         model = sources.load_checkpoint(source, dtype)
-    facts = export_facts(export_with_progress(model, out, plan))
+    facts = export_facts(export_with_progress(model, out, plan, kv_bits))
     text = (
         f"{out}: {len(facts['functions'])} functions, {terminal.size(facts['bytes'])}, "
         f"in {facts['seconds']:.1f} s, {facts['verify_seconds']:.1f} s of it to verify them; "
@@ -80,7 +83,8 @@ def inspect(bundle: o.BundleFolder, json_: o.Json = False) -> None:
         f"made by funcrt {manifest.producer['funcrt']} and mlx {manifest.producer['mlx']} "
         f"for {', '.join(manifest.device_classes)}\n"
         f"plan: batch {_listed(plan.batch)}; tokens {_listed(plan.tokens)}; "
-        f"capacity {_listed(plan.capacity)}"
+        f"capacity {_listed(plan.capacity)}\n"
+        f"cache: {', '.join(sorted({array.kind for array in manifest.cache} - {'row'}))}"
     )
     terminal.table(
         "Functions (after the params; cache state last)",
@@ -119,12 +123,14 @@ def verify(bundle: o.BundleFolder, json_: o.Json = False) -> None:
         raise typer.Exit(1)
 
 
-def export_with_progress(model: Model, out: Path, plan: BucketPlan) -> Bundle:
+def export_with_progress(
+    model: Model, out: Path, plan: BucketPlan, kv_bits: int | None = None
+) -> Bundle:
     """Export behind a progress bar."""
     from funcrt.bundle import export as run
 
     with terminal.progress(f"Exporting {out.name}") as tick:
-        return run(model, out, plan, tick)
+        return run(model, out, plan, tick, kv_bits)
 
 
 def export_facts(bundle: Bundle) -> dict[str, Any]:

@@ -24,6 +24,7 @@ Target = Annotated[Path, typer.Argument(help="Folder to write.")]
 Dtype = Annotated[
     str | None, typer.Option(help="float32, float16 or bfloat16; the default suits the device.")
 ]
+KvBits = Annotated[int | None, typer.Option(help="8 or 4 packs the cache's keys and values.")]
 MaxTokens = Annotated[int, typer.Option(min=1, help="Most new tokens.")]
 Temperature = Annotated[float, typer.Option("--temp", min=0.0, help="0 takes the likeliest token.")]
 TopP = Annotated[float, typer.Option(min=0.0, max=1.0, help="Keep this share of probability.")]
