@@ -31,7 +31,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-WINDOW = 4
+WINDOW = 3
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"model_type": "mistral", "sliding_window": WINDOW},
@@ -221,12 +221,12 @@ def test_compiled_prefill_block_equals_forward_with_its_mask():
 
 # --- trees --------------------------------------------------------------------------------------
 
-#        0     0      0, 1 two roots, 2 under 0, 4 under 2, 3 under 1; row 1 has padding between;
-#       / \    |      row 2 is one chain longer than the window
+# Row 0: two roots, 0 -> (2 -> 4, 5) and 1 -> 3. Row 1: 0 -> (2, 3 -> 5), padding between. Row 2:
+# two leaves, then a chain whose end is too far from its root for the window, but not by slot.
 TREES = [
     [-1, -1, 0, 1, 2, 0],
     [-1, -7, 0, 0, -2, 3],
-    [-1, 0, 1, 2, 3, 4],
+    [-1, -1, -1, 2, 3, 4],
 ]
 
 
