@@ -93,7 +93,7 @@ class CallForm(ABC):
         sorted_mask = _sort_mask(mask, rows, count, None if state is None else _size(state)[1])
         needed = _check_values(ids, self.vocab_size, sorted_mask, state)
         valid, sight = sorted_mask.valid, sorted_mask.sight
-        state = self._make_room(state, rows, needed, 0 if sight is None else sight.shape[3] - 1)
+        state = self._make_room(state, rows, needed, None if sight is None else sight.shape[3])
         batch, capacity = _size(state)
         ids = _pad(ids.astype(mx.int32), batch, 0)
         if sight is None:
@@ -104,11 +104,19 @@ class CallForm(ABC):
         return logits[:rows], state
 
     def _make_room(
-        self, state: CacheState | None, rows: int, needed: int, least: int
+        self, state: CacheState | None, rows: int, needed: int, columns: int | None
     ) -> CacheState:
+        """A state with room for `needed` tokens, and for all columns of an attention mask."""
         if state is None:
-            return self.init_cache(*self.choose_size(rows, max(needed, least)))
+            state = self.init_cache(*self.choose_size(rows, max(needed, (columns or 1) - 1)))
         batch, capacity = _size(state)
+        if capacity == 1:  # nothing has slots
+            return state
+        if columns is not None and needed > columns:
+            raise InputError(
+                f"mask: it has {columns} columns, and rows hold {needed} tokens after this call: "
+                "grow the cache first (cache.grow), and make the mask for its capacity"
+            )
         if needed <= capacity - 1:
             return state
         return cache.grow(state, self.choose_size(batch, needed)[1])
@@ -204,11 +212,6 @@ def _check_values(ids: mx.array, vocab_size: int, mask: _Mask, state: CacheState
         raise InputError(
             f"mask: {list(mask.padding.shape)} is a padding mask, nonzero = real, but this one "
             "holds -1e4 or less like an additive mask: pass 0 and 1, or it as [1, 1, T, S]"
-        )
-    if mask.sight is not None and needed > mask.sight.shape[3]:
-        raise InputError(
-            f"mask: it has {mask.sight.shape[3]} columns, and rows hold {needed} tokens after this "
-            f"call: grow the cache first (cache.grow), and make the mask for its capacity"
         )
     if mask.sight is not None and odd[0]:
         raise InputError(

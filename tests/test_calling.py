@@ -21,6 +21,8 @@ from tests.helpers import (
     run_plain,
     to_numpy,
 )
+from tests.toy_families import make_toy, registered
+from tests.toy_families import oracle as toy_oracle
 
 import mlx.core as mx
 import numpy as np
@@ -203,6 +205,23 @@ def test_a_flat_mask_is_padding_if_it_can_be(model):
             additive = mx.where(square != 0, 0.0, low).astype(dtype)
             with pytest.raises(InputError, match="holds -1e4 or less like an additive mask"):
                 model([[1, 2], [3, 4]], additive)
+
+
+def test_a_model_without_slots():
+    """Recurrent layers only: its masks have one column, and its cache never grows."""
+    with registered():
+        toy = make_toy("toy_recurrent")
+        tokens = [token % toy.vocab_size for token in random_tokens(300)]
+        expected = toy_oracle(toy, tokens)
+        first, state = toy([[*tokens[:298], 0]], mx.array([[1] * 298 + [0]]))
+        assert state_size(state) == (1, 1)
+        for mask in (None, mx.ones((1, 1, 2, 1)) != 0):
+            logits, after = toy([tokens[298:]], mask, state)
+            assert after["lengths"].tolist() == [300]
+            assert relative_error(logits[0], expected[298:]) <= TOLERANCE
+        logits, _ = toy(tokens, mx.ones((1, 1, 300, 1), mx.int16))
+        assert relative_error(logits[0], expected) <= TOLERANCE
+    assert relative_error(first[0, :298], expected[:298]) <= TOLERANCE
 
 
 def test_masks_that_are_lists_or_numpy_arrays(model):

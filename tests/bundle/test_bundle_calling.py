@@ -7,13 +7,15 @@ from typing import Any
 
 from funcrt import cache as caches
 from funcrt import masks
-from funcrt.bundle import Bundle
+from funcrt.bundle import Bundle, load_bundle
 from funcrt.cache import state_size
 from funcrt.errors import CapacityError, InputError
 from funcrt.model import Model
+from tests.bundle.conftest import Exports
 from tests.helpers import (
     TINY,
     TOLERANCE,
+    assert_same,
     expand,
     oracle,
     random_tokens,
@@ -98,6 +100,18 @@ def test_attention_masks_of_every_form(model: Model, runner: Any, fresh: bool) -
         logits, state = runner(tokens, mask, state)
         assert state["lengths"].tolist()[0] == 5
         assert relative_error(logits[0], expected) <= TOLERANCE
+
+
+def test_an_additive_mask_does_not_widen_a_bundle(exports: Exports) -> None:
+    """float32 on bfloat16: the graphs see a bool mask, and return what it gives, bitwise."""
+    bundle = load_bundle(exports("bfloat16")[1])
+    see = masks.causal(LEFT, mx.zeros(2, mx.int32), 16)
+    results = []
+    for mask in (see, mx.where(see, 0.0, float("-inf"))):
+        logits, state = bundle(pad_left(ROWS), mask)
+        assert logits.dtype == mx.bfloat16
+        results.append({"logits": logits, **state})
+    assert_same(results[1], results[0])
 
 
 def test_a_prompt_longer_than_the_largest_call(model: Model, bundle: Bundle) -> None:
