@@ -118,12 +118,15 @@ def _check_numbers(manifest: Manifest) -> None:
 def _check_state(manifest: Manifest) -> None:
     if not manifest.cache or manifest.cache[0].name != "lengths":
         raise BundleError(f"{MANIFEST}: cache must begin with lengths, int32 [B]")
+    if len({array.name for array in manifest.cache}) < len(manifest.cache):
+        raise BundleError(f"{MANIFEST}: cache lists an array twice")
     for array, entry in zip(manifest.cache, manifest.cache_spec, strict=True):
         axis = slot_axis(array.name)
         sizes = [size for size in array.shape if isinstance(size, int)]
         sound = (
             array.kind == entry.kind
-            and array.dtype in DTYPES
+            and array.dtype in (("int32",) if array.kind in ("row", "positions") else DTYPES)
+            and (array.kind != "row" or array.shape == ("B",))
             and array.shape[:1] == ("B",)
             and [i for i, size in enumerate(array.shape) if size == "S"] == ([axis] if axis else [])
             and array.shape.count("B") == 1
@@ -134,7 +137,7 @@ def _check_state(manifest: Manifest) -> None:
         if not sound:
             raise BundleError(
                 f"{MANIFEST}: cache {array.name}: kind {array.kind!r}, shape {list(array.shape)}, "
-                f"{array.dtype} is not one that this funcrt knows"
+                f"{array.dtype} is not one that this funcrt knows; export the bundle again"
             )
 
 
@@ -158,7 +161,10 @@ def _check_functions(manifest: Manifest, device: str) -> None:
     for step in STEPS.values():
         for bucket in step.buckets(plan.batch, plan.tokens, plan.capacity):
             if (step.name, bucket) not in functions:
-                raise BundleError(f"{MANIFEST}: {step.name}_{bucket} is missing for {device}")
+                raise BundleError(
+                    f"{MANIFEST}: {step.name}_{bucket} is missing for {device}: "
+                    "export the bundle again"
+                )
             expected = describe_step(step.name, bucket, device, manifest)
             _check_entry(functions[step.name, bucket], expected)
 

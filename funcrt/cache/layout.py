@@ -151,7 +151,7 @@ def layout_of(state: Mapping[str, mx.array], width: int, window: int | None = No
     bits = max_tokens = None
     for name, array in state.items():
         part = name.rsplit(".", maxsplit=1)[-1]
-        if part == "keys" and array.dtype == mx.uint32:
+        if part == "keys" and array.dtype == mx.uint32 and array.ndim == 4:
             bits = array.shape[-1] * 32 // width
         elif part == "ring_keys" and window is not None and array.ndim == 4:
             max_tokens = array.shape[2] - window

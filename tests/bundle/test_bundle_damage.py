@@ -172,6 +172,20 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "cache empty": (lambda d: d.update(cache=[]), "must begin with lengths"),
     "cache kind": (lambda d: d["cache"][1].update(kind="ring"), "cache layers.0.keys: kind"),
     "cache width": (lambda d: d["cache"][1].update(shape=["B", 2, "S", 0]), "cache layers.0.keys"),
+    "cache twice": (lambda d: d["cache"].append(d["cache"][1]), "lists an array twice"),
+    "cache dtype": (lambda d: d["cache"][0].update(dtype="float32"), "cache lengths: kind 'row'"),
+    "cache axes": (lambda d: d["cache"][0].update(shape=["B", 2]), "cache lengths: kind 'row'"),
+    "cache slots": (
+        lambda d: d["cache"][1].update(shape=["B", "S", 2, 16]),
+        "layers.0.keys: .* is not one that this funcrt knows; export the bundle again",
+    ),
+    "cache fill": (lambda d: d["cache"][0].update(fill=-1), "cache lengths: kind 'row'"),
+    "no block": (
+        lambda d: d["functions"].remove(
+            next(f for f in d["functions"] if f["name"] == "prefill_block")
+        ),
+        "prefill_block_b2_t4_s16 is missing for cpu: export the bundle again",
+    ),
     "no prepared": (lambda d: d["params"].update(prepared={}), "params.prepared has no list"),
     "golden": (lambda d: d["golden"]["cases"][0].update(batch=9), "is not one of the plan"),
     "golden start": (
