@@ -73,6 +73,9 @@ class Attend:
     ) -> mx.array:
         """Grouped-query attention of one layer.
 
+        It differentiates, except where the layer's cache is quantized: MLX has no gradient for
+        what goes through the packed arrays and raises RuntimeError.
+
         Args:
             layer: its number.
             q: `[B, H, T, D]`, packed and rotated.
