@@ -255,6 +255,17 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
+def test_a_new_file_takes_the_place_of_the_old(file: Path) -> None:
+    """It is not written over: whoever has the old one open keeps it."""
+    before, second = file.read_bytes(), file.with_name("second")
+    os.link(file, second)
+    model = model_of("full")
+    cache.save(file, feed(model, filled("full"), [1], [2], [3])[1], model,
+               [[*text, n] for n, text in enumerate(TEXTS, 1)])  # fmt: skip
+    assert second.read_bytes() == before
+    assert cache.load(file, model)["lengths"].tolist() == [16, 6, 1]
+
+
 FULL_DISK = """
 import resource, sys
 from tests.test_cache_files import TEXTS, cache, filled, model_of
