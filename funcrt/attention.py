@@ -233,7 +233,11 @@ class Attend:
         return near & (distance > -window) if both_sides else near
 
     def _look_into_ring(self, mask: mx.array, ring: int) -> tuple[mx.array, mx.array]:
-        """Columns of the mask, and positions, of what the slots of a ring hold."""
+        """Columns of the mask, and positions, of what the slots of a ring hold.
+
+        That is the last R slots, so where positions repeat outside of a token tree, fewer than a
+        window of positions.
+        """
         newest = self._call.lengths[:, None] - 1  # [B,1]
         column = mx.arange(ring + 1, dtype=mx.int32)
         slot = newest - (newest - column + ring) % ring  # the newest token that belongs there

@@ -51,6 +51,7 @@ KINDS = {
     "ring": Kind("mistral", max_tokens=WIDTH),
     "quantized8": Kind("llama", kv_bits=8, tolerance=2e-3),
     "quantized4": Kind("llama", kv_bits=4, tolerance=2e-2),
+    "window8": Kind("mistral", kv_bits=8, tolerance=2e-3),
     "latent": Kind("toy_latent"),
     "hybrid": Kind("toy_hybrid"),
     "recurrent": Kind("toy_recurrent"),

@@ -115,7 +115,8 @@ def test_a_ring_never_looks_past_its_mask():
 
 @pytest.mark.parametrize("max_tokens", [None, 4], ids=["full", "ring"])
 @pytest.mark.parametrize("both_sides", [False, True])
-def test_windows_of_one_and_both_sides(max_tokens, both_sides):
+@pytest.mark.parametrize("where", [None, [0, 2, 3, 4, 5, 7, 8, 11], [0, 1, 2, 3, 3, 3, 4, 4]])
+def test_windows_of_one_and_both_sides(max_tokens, both_sides, where):
     """`Attend` alone, in two calls under a mask that hides nothing, against numpy."""
     window, width, layout = 3, 8, CacheLayout(max_tokens=max_tokens)
     spec = (
@@ -126,14 +127,16 @@ def test_windows_of_one_and_both_sides(max_tokens, both_sides):
     q, k, v = np.random.default_rng(0).normal(size=(3, 1, 2, 8, width)).astype(np.float32)
     k, v = k[:, :1], v[:, :1]
     for step in (slice(0, 4), slice(4, 8)):
-        call = caches.place(mx.ones((1, 1, 4, 12), mx.bool_), state["lengths"])
+        positions = None if where is None else ids(where[step])
+        call = caches.place(mx.ones((1, 1, 4, 12), mx.bool_), state["lengths"], positions)
         attend = Attend(call, state)
         out = attend(
             0, *(mx.array(a[:, :, step]) for a in (q, k, v)),
             scale=0.5, window=window, both_sides=both_sides,
         )  # fmt: skip
         state = attend.state
-        distance = np.arange(8)[step, None] - np.arange(step.stop)
+        position = np.array(where or range(8))
+        distance = position[step, None] - position[: step.stop]
         near = distance < window
         near &= (distance > -window) | (not both_sides)
         scores = np.exp(np.where(near, q[0, :, step] @ k[0, 0, : step.stop].T * 0.5, -np.inf))
