@@ -7,9 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 
 from funcrt import sampling
 from funcrt.buckets import Bucket, BucketPlan
-from funcrt.cache import CacheSpec, CacheState, check_state, init_cache, state_size
+from funcrt.cache import (
+    CacheSpec,
+    CacheState,
+    check_recurrent,
+    check_state,
+    init_cache,
+    place,
+    state_size,
+)
 from funcrt.errors import CapacityError, InputError
 from funcrt.flat import FlatFunction
+from funcrt.masks import from_block
 from funcrt.steps import STEPS, input_shape
 
 import mlx.core as mx
@@ -52,6 +61,7 @@ class Compiled:
         self._source = source
         self._eager = eager
         self._params = list(params)
+        self._is_recurrent = any(entry.kind == "recurrent" for entry in cache_spec)
         self._callables: dict[tuple[str, Bucket], Callable[..., Sequence[mx.array]]] = {}
 
     def init_cache(self, batch: int, capacity: int) -> CacheState:
@@ -107,7 +117,9 @@ class Compiled:
     ) -> tuple[mx.array, mx.array, mx.array]:
         """Logits `[B,V]`, int32 `[B]` positions of the new tokens -> tokens, logprobs, finite."""
         inputs = [logits, positions, *(settings[name] for name in sampling.SETTING_NAMES)]
-        tokens, logprobs, finite = self._call("sample", Bucket(logits.shape[0], 1, 0), inputs)
+        bucket = Bucket(logits.shape[0], 1, 0)
+        self._check_inputs("sample", bucket, inputs)
+        tokens, logprobs, finite = self._call("sample", bucket, inputs)
         return tokens, logprobs, finite
 
     def _stateful(
@@ -115,6 +127,8 @@ class Compiled:
     ) -> tuple[Sequence[mx.array], CacheState]:
         state = check_state(self.cache_spec, state)
         bucket = Bucket(state_size(state)[0], tokens, state_size(state)[1])
+        self._check_inputs(name, bucket, inputs)
+        self._check_order(name, inputs[1], state)
         names = list(state)
         results = self._call(name, bucket, inputs, list(state.values()))
         split = len(results) - len(names)
@@ -123,15 +137,24 @@ class Compiled:
     def _call(
         self, name: str, bucket: Bucket, inputs: list[mx.array], state: Sequence[mx.array] = ()
     ) -> Sequence[mx.array]:
-        step = STEPS[name]
-        for label, array in zip(step.inputs, inputs, strict=True):
+        return self._callable(name, bucket)(*inputs, *state)
+
+    def _check_inputs(self, name: str, bucket: Bucket, inputs: list[mx.array]) -> None:
+        for label, array in zip(STEPS[name].inputs, inputs, strict=True):
             shape, dtype = input_shape(label, bucket, self.vocab_size, self.dtype)
             if array.shape != shape or array.dtype != dtype:
                 raise InputError(
                     f"{name} {label}: expected {dtype} {list(shape)}, "
                     f"got {array.dtype} {list(array.shape)}"
                 )
-        return self._callable(name, bucket)(*inputs, *state)
+
+    def _check_order(self, name: str, mask: mx.array, state: CacheState) -> None:
+        """A recurrent state takes causal masks only, which a compiled function cannot check."""
+        if name not in ("forward", "prefill_block") or not self._is_recurrent:
+            return
+        if name == "prefill_block":
+            mask = from_block(mask, state["lengths"], state_size(state)[1])
+        check_recurrent(place(mask, state["lengths"]))
 
     def _callable(self, name: str, bucket: Bucket) -> Callable[..., Sequence[mx.array]]:
         key = (name, bucket)
@@ -149,7 +172,9 @@ class Compiled:
 
     def _check_declared(self, name: str, bucket: Bucket) -> None:
         step = STEPS[name]
-        self.plan.check(bucket.batch, bucket.capacity if step.has_state else None)
+        # States without slots have one capacity, whatever the plan says of the others.
+        has_slots = step.has_state and any("S" in entry.shape for entry in self.cache_spec)
+        self.plan.check(bucket.batch, bucket.capacity if has_slots else None)
         if step.prefills and bucket.tokens not in self.plan.tokens:
             raise CapacityError(
                 f"{name} of {bucket.tokens} tokens is not declared; "

@@ -198,14 +198,60 @@ def test_a_model_without_slots_takes_text_of_any_length():
     assert relative_error(ours, expected) <= TOLERANCE
 
 
-def test_engine_reuses_the_rows_of_a_recurrent_model():
-    model = model_of("toy_hybrid")
+@pytest.mark.parametrize("model_type", RECURRENT)
+def test_engine_reuses_the_rows_of_a_recurrent_model(model_type):
+    model = model_of(model_type)
     prompts = [tokens_of(count, 3) for count in (9, 2, 17, 1, 5)]
     engine = Engine(model, BucketPlan(batch=2, tokens=4, capacity=64))
     for prompt, completion in zip(prompts, engine.generate(prompts, max_tokens=12), strict=True):
         text = [*prompt, *completion.tokens]
         greedy = oracle(model, text).argmax(-1)[len(prompt) - 1 : -1]
         assert greedy.tolist() == completion.tokens
+
+
+def test_compiled_recurrent_layers_refuse_masks_that_are_not_causal():
+    model = model_of("toy_hybrid")
+    compiled = model.compiled(BucketPlan(batch=1, tokens=3, capacity=8), eager=True)
+    tokens, state = ids([1, 2, 3]), compiled.init_cache(1, 8)
+    causal, tree = mx.tril(mx.ones((3, 3))) != 0, mx.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]]) != 0
+    compiled.prefill_block(tokens, causal[None], state)
+    compiled.forward(tokens, masks.from_block(causal, state["lengths"], 8), state)
+    with pytest.raises(InputError, match="causal masks with padding only"):
+        compiled.prefill_block(tokens, tree[None], state)
+    with pytest.raises(InputError, match="causal masks with padding only"):
+        compiled.forward(tokens, masks.from_block(tree, state["lengths"], 8), state)
+
+
+# --- every kind -----------------------------------------------------------------------------------
+
+LAYOUTS: dict[str, tuple[str, dict[str, int]]] = {
+    "full": ("llama", {}),
+    "window": ("mistral", {}),
+    "ring": ("mistral", {"max_tokens": MOST}),
+    "kv8": ("llama", {"kv_bits": 8}),
+    "kv4": ("llama", {"kv_bits": 4}),
+    "latent": ("toy_latent", {}),
+    "hybrid": ("toy_hybrid", {}),
+    "hybrid8": ("toy_hybrid", {"kv_bits": 8}),
+    "recurrent": ("toy_recurrent", {}),
+}
+
+
+@pytest.mark.parametrize("name", sorted(set(LAYOUTS) - {"recurrent"}))
+def test_a_step_writes_in_place(name):
+    model_type, layout = LAYOUTS[name]
+    layout = {key: 4096 if key == "max_tokens" else value for key, value in layout.items()}
+    model = model_of(model_type)
+    state = model.init_cache(4, 8192, **layout)
+    size = sum(array.nbytes for array in state.values())
+    mask = masks.causal(mx.ones((4, 1)), state["lengths"], 8192)
+    mx.eval(state, mask, model.params)
+    _, new = model.forward(model.params, mx.zeros((4, 1), mx.int32), mask, state)
+    state.clear()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    mx.eval(new)
+    assert mx.get_peak_memory() - before < 0.4 * size
 
 
 # --- gradients ------------------------------------------------------------------------------------
@@ -267,23 +313,12 @@ for name in sys.argv[2:]:
     mx.save_safetensors(f"{sys.argv[1]}/{name}-out.safetensors", out)
 assert not {m for m in sys.modules if m.startswith("funcrt")}
 """
-EXPORTED: dict[str, tuple[str, dict[str, int]]] = {
-    "full": ("llama", {}),
-    "window": ("mistral", {}),
-    "ring": ("mistral", {"max_tokens": MOST}),
-    "kv8": ("llama", {"kv_bits": 8}),
-    "kv4": ("llama", {"kv_bits": 4}),
-    "latent": ("toy_latent", {}),
-    "hybrid": ("toy_hybrid", {}),
-    "hybrid8": ("toy_hybrid", {"kv_bits": 8}),
-    "recurrent": ("toy_recurrent", {}),
-}
 
 
 def test_every_kind_runs_in_another_process(tmp_path: Path):
     """Exported over plain MLX; two calls, ragged, one row idle in the second."""
     expected = {}
-    for name, (model_type, layout) in EXPORTED.items():
+    for name, (model_type, layout) in LAYOUTS.items():
         model = model_of(model_type)
         state = model.init_cache(2, 16, **layout)
         capacity = state_size(state)[1]
@@ -305,7 +340,7 @@ def test_every_kind_runs_in_another_process(tmp_path: Path):
             logits, state = model.forward(model.params, tokens[i], masking[i], state)
             results.append(to_numpy(logits)[np.array(valid[i]) != 0])
         expected[name] = (results, valid, state)
-    command = [sys.executable, "-c", REPLAY, str(tmp_path), *EXPORTED]
+    command = [sys.executable, "-c", REPLAY, str(tmp_path), *LAYOUTS]
     subprocess.run(command, check=True, timeout=120)
     for name, (results, valid, state) in expected.items():
         out: Any = mx.load(str(tmp_path / f"{name}-out.safetensors"))
