@@ -123,7 +123,15 @@ class Compiled:
                     f"{name} {label}: expected {dtype} {list(shape)}, "
                     f"got {array.dtype} {list(array.shape)}"
                 )
-        return self._callable(name, bucket)(*inputs, *state)
+        try:
+            return self._callable(name, bucket)(*inputs, *state)
+        except RuntimeError as error:
+            if "There is no Stream" not in str(error):
+                raise
+            raise InputError(
+                "MLX's streams belong to threads: run a model in the one thread that loaded it, "
+                f"and hand it work from the others ({error})"
+            ) from error
 
     def _callable(self, name: str, bucket: Bucket) -> Callable[..., Sequence[mx.array]]:
         key = (name, bucket)

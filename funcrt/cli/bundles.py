@@ -15,16 +15,22 @@ import typer
 
 if TYPE_CHECKING:
     from funcrt.bundle import Bundle
-    from funcrt.bundle.manifest import ArraySpec
+    from funcrt.bundle.manifest import ArraySpec, FunctionEntry
     from funcrt.model import Model
 
 
 def convert(
-    source: o.Source, target: o.Target, dtype: o.Dtype = None, json_: o.Json = False
+    source: o.Source,
+    target: o.Target,
+    dtype: o.Dtype = None,
+    ignore: o.Ignore = None,
+    json_: o.Json = False,
 ) -> None:
     """Convert a checkpoint to a folder that funcrt and mlx-lm both read."""
+    if Path(source).exists() and target.exists() and target.samefile(source):
+        raise InputError(f"{target} is both source and target: choose another target")
     with terminal.timed(f"Converting {source}") as clock:
-        model = sources.load_checkpoint(source, dtype)
+        model = sources.load_checkpoint(source, dtype, ignore)
         model.save(target)
     facts: dict[str, Any] = {
         "folder": str(target),
@@ -44,6 +50,7 @@ def export(
     tokens: Annotated[str, typer.Option(help="Tokens per call, e.g. 1,64,256.")] = "1,64",
     capacity: Annotated[str, typer.Option(help="Cache slots, e.g. 512,2048.")] = "512,2048",
     dtype: o.Dtype = None,
+    ignore: o.Ignore = None,
     json_: o.Json = False,
 ) -> None:
     """Export a model as a bundle that runs without its Python code."""
@@ -53,7 +60,7 @@ def export(
     except InputError as error:
         raise typer.BadParameter(str(error)) from None
     with terminal.timed(f"Loading {source}"):
-        model = sources.load_checkpoint(source, dtype)
+        model = sources.load_checkpoint(source, dtype, ignore)
     facts = export_facts(export_with_progress(model, out, plan))
     text = (
         f"{out}: {len(facts['functions'])} functions, {terminal.size(facts['bytes'])}, "
@@ -82,13 +89,17 @@ def inspect(bundle: o.BundleFolder, json_: o.Json = False) -> None:
         f"plan: batch {_listed(plan.batch)}; tokens {_listed(plan.tokens)}; "
         f"capacity {_listed(plan.capacity)}"
     )
+    kinds: dict[str, list[FunctionEntry]] = {}
+    for entry in manifest.functions:
+        kinds.setdefault(entry.name, []).append(entry)
+    sizes = {entry.key: manifest.files[entry.file].size for entry in manifest.functions}
     terminal.table(
-        "Functions (after the params; cache state last)",
-        ("function", "device", "inputs", "outputs", "bytes"),
+        "Functions, called as: params, inputs, cache state (shapes: --json)",
+        ("function", "shapes", "inputs", "outputs", "size"),
         [
-            (entry.key, entry.device, _arrays(entry.inputs), _arrays(entry.outputs),
-             terminal.size(manifest.files[entry.file].size))
-            for entry in manifest.functions
+            (name, str(len(entries)), _names(entries[0].inputs), _names(entries[0].outputs),
+             terminal.size(sum(sizes[entry.key] for entry in entries)))
+            for name, entries in kinds.items()
         ],
     )  # fmt: skip
 
@@ -150,5 +161,5 @@ def _listed(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def _arrays(specs: Sequence[ArraySpec]) -> str:
-    return ", ".join(f"{spec.name} {spec.dtype}{list(spec.shape)}" for spec in specs) or "-"
+def _names(specs: Sequence[ArraySpec]) -> str:
+    return ", ".join(spec.name for spec in specs) or "-"
