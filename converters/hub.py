@@ -8,6 +8,7 @@ from pathlib import Path
 from funcrt.errors import SourceError
 
 SMALL = ("*.json", "*.jinja", "tokenizer.model")
+_FILES = (".gguf", ".safetensors", ".funcrt")  # a mistyped path, not a hub id
 WEIGHTS = ("*.safetensors",)
 # Copies in other layouts that some repositories carry beside the checkpoint itself.
 _NOT_NEEDED = ("*/*", "consolidated*")
@@ -17,7 +18,7 @@ _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 def is_hub_id(source: str) -> bool:
     """Whether `source` reads as owner/name."""
-    return _ID.fullmatch(source) is not None and not source.endswith((".gguf", ".safetensors"))
+    return _ID.fullmatch(source) is not None and not source.endswith(_FILES)
 
 
 def download(repo: str, patterns: tuple[str, ...]) -> Path:

@@ -46,9 +46,7 @@ class BucketPlan:
             ("capacity", capacity, 2),
         ]:
             numbers: list[Any] = [values] if isinstance(values, int) else list(values)
-            if not numbers or not all(
-                isinstance(n, int) and not isinstance(n, bool) and n >= least for n in numbers
-            ):
+            if not numbers or not all(_is_size(number, least) for number in numbers):
                 raise InputError(f"plan {name}: expected integers >= {least}, got {numbers}")
             object.__setattr__(self, name, tuple(sorted(set(numbers))))
 
@@ -87,6 +85,11 @@ class BucketPlan:
                 raise CapacityError(
                     f"{name} {value} is not declared; declared: {', '.join(map(str, declared))}"
                 )
+
+
+def _is_size(number: object, least: int) -> bool:
+    whole = isinstance(number, int) and not isinstance(number, bool)
+    return whole and least <= number < 1 << 31  # type: ignore[operator]
 
 
 def _choose(declared: tuple[int, ...], wanted: int, what: str, option: str, suggest: int) -> int:

@@ -37,6 +37,11 @@ class CallForm(ABC):
     def check_cache(self, state: CacheState) -> CacheState:
         """The same arrays in the fixed order. Raises CacheError for a cache of another model."""
 
+    @property
+    @abstractmethod
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The ids that end a text: the tokenizer's, or those of the config where there is none."""
+
     @abstractmethod
     def init_cache(self, batch: int, capacity: int) -> CacheState:
         """An empty cache state for `batch` rows and `capacity` slots, one of them scratch."""

@@ -137,7 +137,15 @@ class Compiled:
     def _call(
         self, name: str, bucket: Bucket, inputs: list[mx.array], state: Sequence[mx.array] = ()
     ) -> Sequence[mx.array]:
-        return self._callable(name, bucket)(*inputs, *state)
+        try:
+            return self._callable(name, bucket)(*inputs, *state)
+        except RuntimeError as error:
+            if "There is no Stream" not in str(error):
+                raise
+            raise InputError(
+                "MLX's streams belong to threads: run a model in the one thread that loaded it, "
+                f"and hand it work from the others ({error})"
+            ) from error
 
     def _check_inputs(self, name: str, bucket: Bucket, inputs: list[mx.array]) -> None:
         for label, array in zip(STEPS[name].inputs, inputs, strict=True):

@@ -17,16 +17,18 @@ _USED = {
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
     "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "hidden_act",
     "max_position_embeddings", "original_max_position_embeddings", "attention_bias", "mlp_bias",
-    "tie_word_embeddings", "sliding_window",
+    "tie_word_embeddings", "sliding_window", "eos_token_id",
     "rope_theta", "rope_scaling", "rope_parameters", "quantization", "quantization_config",
 }  # fmt: skip
 
 # Keys that cannot change the logits of a trained text model at inference.
 _HARMLESS = {
-    "_name_or_path", "architectures", "attention_dropout", "auto_map", "bos_token_id",
-    "chunk_size_feed_forward", "dtype", "eos_token_id", "id2label", "initializer_range",
+    "_attn_implementation_autoset", "_name_or_path", "architectures", "attention_dropout",
+    "auto_map", "bos_token_id",
+    "chunk_size_feed_forward", "dtype", "funcrt_version", "id2label", "initializer_range",
     "is_llama_config", "label2id", "pad_token_id", "problem_type", "return_dict", "torch_dtype",
-    "transformers.js_config", "transformers_version", "unk_token_id", "use_cache",
+    "transformers.js_config", "transformers_version", "unk_token_id",
+    "unsloth_fixed", "unsloth_version", "use_cache",
 }  # fmt: skip
 
 # Keys that change the logits unless they hold the value that this implementation computes.
@@ -112,6 +114,11 @@ class RopeConfig:
                     f"{old[key]!r}; keep the one the weights were trained with"
                 )
         rope = {**old, **new}
+        if "factor" in rope and "rope_type" not in rope:
+            raise ConfigError(
+                f"rope scaling has a factor ({rope['factor']!r}) but no rope_type; "
+                f"known: {', '.join(ROPE_KINDS)}"
+            )
         kind = rope.pop("rope_type", "default") or "default"
         theta = rope.pop("rope_theta", 10000.0)
         if kind not in ROPE_KINDS:
@@ -141,8 +148,8 @@ class RopeConfig:
         for key, value in [("rope_theta", theta), *rope.items()]:
             if not isinstance(value, (int, float)) or not math.isfinite(value):
                 raise ConfigError(f"rope {key}: expected a finite number, got {value!r}")
-        if theta <= 0 or rope.get("factor", 1.0) <= 0 or original <= 0:
-            raise ConfigError("rope theta, factor and original length must be positive")
+        if theta <= 1 or rope.get("factor", 1.0) <= 0 or original <= 0:
+            raise ConfigError("rope theta must be above 1, factor and original length positive")
         return cls(theta=float(theta), kind=kind, original_max_positions=int(original), **rope)
 
     def to_hf(self) -> dict[str, Any]:
@@ -178,13 +185,15 @@ class ModelConfig:
     mlp_bias: bool = False
     tie_word_embeddings: bool = False
     sliding_window: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
         if not isinstance(self.model_type, str):
             raise ConfigError(f"config model_type: expected a string, got {self.model_type!r}")
-        if not math.isfinite(self.norm_eps) or self.norm_eps < 0:
-            raise ConfigError(f"config rms_norm_eps: expected a number, got {self.norm_eps!r}")
+        # Without it, the zeroed rows of padding would divide by zero.
+        if not math.isfinite(self.norm_eps) or self.norm_eps <= 0:
+            raise ConfigError(f"config rms_norm_eps: expected above 0, got {self.norm_eps!r}")
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads",
                      "num_kv_heads", "head_dim", "max_positions"):  # fmt: skip
             _check_size(name, getattr(self, name))
@@ -259,6 +268,7 @@ class ModelConfig:
             mlp_bias=bool(hf.get("mlp_bias", False)),
             tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
             sliding_window=hf.get("sliding_window"),
+            eos_token_ids=_ids(hf.get("eos_token_id")),
             dtype=dtype,
         )
 
@@ -281,6 +291,7 @@ class ModelConfig:
             "mlp_bias": self.mlp_bias,
             "tie_word_embeddings": self.tie_word_embeddings,
             **({} if self.model_type not in _WINDOWED else {"sliding_window": self.sliding_window}),
+            "eos_token_id": list(self.eos_token_ids) or None,
             **self.rope.to_hf(),
         }
 
@@ -292,7 +303,8 @@ class ModelConfig:
     def from_dict(cls, data: Mapping[str, Any]) -> ModelConfig:
         """Inverse of `to_dict`. Raises ConfigError for missing or unknown fields."""
         try:
-            return cls(**{**data, "rope": RopeConfig(**data["rope"])})
+            ids = tuple(data.get("eos_token_ids", ()))
+            return cls(**{**data, "rope": RopeConfig(**data["rope"]), "eos_token_ids": ids})
         except (KeyError, TypeError) as error:
             raise ConfigError(f"model config does not have the expected fields: {error}") from None
 
@@ -301,6 +313,11 @@ def _check_size(name: str, value: object) -> None:
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not whole or not 0 < value < 1 << 31:  # type: ignore[operator]
         raise ConfigError(f"config {name}: expected a positive int32, got {value!r}")
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    ids = () if value is None else (value,) if isinstance(value, int) else tuple(value)
+    return tuple(int(token) for token in ids)
 
 
 def _required(hf: Mapping[str, Any], key: str) -> Any:

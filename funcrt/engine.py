@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from funcrt import cache, sampling
@@ -104,7 +105,11 @@ class Engine:
         self.stats = Stats()
 
     def generate(
-        self, prompts: Prompts, *, stop: str | Sequence[str] = (), **options: Unpack[Options]
+        self,
+        prompts: Prompts,
+        *,
+        stop: str | Sequence[str] | None = None,
+        **options: Unpack[Options],
     ) -> list[Completion]:
         """Complete every prompt, one `Completion` each, in order; arguments as of `stream`."""
         requests = self._requests(prompts, stop, options)
@@ -112,7 +117,11 @@ class Engine:
         return [request.completion for request in requests]
 
     def stream(
-        self, prompts: Prompts, *, stop: str | Sequence[str] = (), **options: Unpack[Options]
+        self,
+        prompts: Prompts,
+        *,
+        stop: str | Sequence[str] | None = None,
+        **options: Unpack[Options],
     ) -> Iterator[Chunk]:
         """Yield every new token as it comes, for all prompts at once.
 
@@ -130,9 +139,12 @@ class Engine:
         """
         return self._run(self._requests(prompts, stop, options))
 
-    def _requests(
-        self, prompts: Prompts, stop: str | Sequence[str], options: Options
-    ) -> list[_Request]:
+    def _requests(self, prompts: Prompts, stop: object, options: Options) -> list[_Request]:
+        if stop is None:
+            stop = ()
+        if not isinstance(stop, Iterable):
+            raise InputError(f"stop: expected a string or several, got {stop!r}")
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
         ids = [self._encode(prompt, i) for i, prompt in enumerate(_listed(prompts))]
         known = Options.__annotations__
         if unknown := sorted(options.keys() - known.keys()):
@@ -144,7 +156,7 @@ class Engine:
             dict(zip(settings, row, strict=True))
             for row in zip(*map(_values, settings.values()), strict=True)
         ]
-        return [self._request(i, prompt, limits[i], rows[i], stop) for i, prompt in enumerate(ids)]
+        return [self._request(i, prompt, limits[i], rows[i], stops) for i, prompt in enumerate(ids)]
 
     def _request(
         self,
@@ -152,7 +164,7 @@ class Engine:
         prompt: list[int],
         limit: Any,
         settings: dict[str, Any],
-        stop: str | Sequence[str],
+        stop: tuple[str, ...],
     ) -> _Request:
         if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
             raise InputError(f"max_tokens: expected an integer >= 1, got {limit!r}")
@@ -168,7 +180,7 @@ class Engine:
             limit=min(limit, room),
             settings=settings,
             text=None if tokenizer is None else tokenizer.stream(stop),
-            ends=frozenset(() if tokenizer is None else tokenizer.eos_token_ids),
+            ends=frozenset(self.model.eos_token_ids),
             completion=Completion(prompt_tokens=len(prompt)),
         )
 
@@ -180,6 +192,8 @@ class Engine:
         elif not isinstance(prompt, Iterable):
             raise InputError(f"prompt {index}: expected text or a list of ids, got {prompt!r}")
         else:
+            if isinstance(prompt, bytes):
+                raise InputError(f"prompt {index}: expected text, got bytes: decode them")
             ids = [_id(token, index) for token in prompt]
         if not ids:
             raise InputError(f"prompt {index} is empty: pass at least one token")
@@ -369,9 +383,9 @@ def _listed(prompts: object) -> list[str | Sequence[int]]:
 
 
 def _id(token: Any, index: int) -> int:
-    if isinstance(token, bool) or not isinstance(token, int):
+    if isinstance(token, bool) or not isinstance(token, Integral):
         raise InputError(f"prompt {index}: expected text or a list of integer ids, got {token!r}")
-    return token
+    return int(token)
 
 
 def _per_prompt(name: str, value: Any, count: int) -> list[Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from funcrt import cache, models, steps, storage
 from funcrt import params as weights
+from funcrt._version import __version__
 from funcrt.buckets import Bucket, BucketPlan, default_plan
 from funcrt.cache import FULL, CacheLayout, CacheSpec, CacheState
 from funcrt.calling import CallForm
@@ -21,15 +22,21 @@ from funcrt.text import TOKENIZER_FILES, Tokenizer
 
 import mlx.core as mx
 
+MADE_BY = "funcrt_version"  # in config.json: only such a folder is ever replaced
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 
 def _is_model(folder: Path) -> bool:
+    """Whether a folder holds what `Model.save` wrote, and no file of anybody else."""
     names = {path.name for path in folder.iterdir()}
-    return CONFIG in names and names <= {CONFIG, WEIGHTS, *TOKENIZER_FILES}
+    try:
+        made_by_us = MADE_BY in storage.load_json(folder / CONFIG)
+    except SourceError:
+        return False
+    return made_by_us and names <= {CONFIG, WEIGHTS, *TOKENIZER_FILES}
 
 
-KIND = Kind("a folder of only a model's files", _is_model)
+KIND = Kind("a folder of only the files that a saved model has", _is_model)
 
 
 class Model(CallForm):
@@ -57,6 +64,15 @@ class Model(CallForm):
         self.params = weights.check_params(self.spec, params)
         self.tokenizer = tokenizer
         self.vocab_size = config.vocab_size
+
+    def __repr__(self) -> str:
+        config = self.config
+        return f"Model({config.model_type}, {config.num_layers} layers, {config.dtype})"
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The ids that end a text: the tokenizer's, or those of the config where there is none."""
+        return self.config.eos_token_ids if self.tokenizer is None else self.tokenizer.eos_token_ids
 
     def forward(
         self,
@@ -217,7 +233,7 @@ class Model(CallForm):
         try:
             with staging(target, KIND) as place:
                 storage.save_arrays(place / WEIGHTS, self.params, {"format": "mlx"})
-                config = {**self.config.to_hf(), **self._quantization()}
+                config = {**self.config.to_hf(), **self._quantization(), MADE_BY: __version__}
                 storage.save_json(place / CONFIG, config)
                 if self.tokenizer is not None:
                     self.tokenizer.save(place)
@@ -262,4 +278,6 @@ def load_model(folder: str | Path, dtype: mx.Dtype | str | None = None) -> Model
         stored = weights.cast(stored, weights.dtype_name(dtype))
     config = ModelConfig.from_hf(hf, weights.choose_dtype(stored, dtype))
     tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").exists() else None
-    return Model(config, stored, tokenizer)
+    model = Model(config, stored, tokenizer)
+    mx.eval(model.params)  # what is still to be read would belong to this thread
+    return model

@@ -81,6 +81,8 @@ def check_target(target: Path, kind: Kind) -> None:
     """Raise PublishError if `target` exists and is neither of this kind nor an empty folder."""
     if not target.exists() and not target.is_symlink():
         return
+    if Path.cwd().is_relative_to(target):
+        raise PublishError(f"{target} is the folder this runs in: choose another place")
     if target.is_symlink() or not target.is_dir():
         raise PublishError(f"{target} is a file or a link, not a folder: choose another place")
     if any(target.iterdir()) and not kind.recognises(target):

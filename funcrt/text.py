@@ -110,7 +110,14 @@ class Tokenizer:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Turn text into ids; special tokens such as BOS are added where the tokenizer says so."""
+        """Turn text into ids; special tokens such as BOS are added where the tokenizer says so.
+
+        Raises TextError for text that is not valid Unicode.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise TextError(f"the text is not valid Unicode ({error.reason})") from None
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:

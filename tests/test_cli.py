@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import funcrt
 from funcrt._version import __version__
 from funcrt.model import Model
 from funcrt.text import Tokenizer
@@ -151,9 +153,8 @@ def test_convert_writes_what_export_reads(folder: Path, tmp_path: Path) -> None:
 
 
 def test_inspect_and_verify(bundle: Path) -> None:
-    assert "decode_greedy_b1_t1_s64" in "".join(
-        run("inspect", bundle, COLUMNS="200").stdout.split("\n")
-    )
+    shown = run("inspect", bundle, COLUMNS="80").stdout.splitlines()
+    assert any(line.split()[:2] == ["decode_greedy", "1"] for line in shown)
     assert json.loads(run("inspect", bundle, "--json").stdout)["plan"]["capacity"] == [64]
     done = run("verify", bundle, "--json")
     verdict = json.loads(done.stdout)
@@ -213,6 +214,56 @@ def test_prompts_that_cannot_run(bundle: Path) -> None:
     fixed = run("generate", bundle, "--prompt", "a", "--dtype", "float16")
     assert fixed.returncode == 1
     assert "--dtype" in fixed.stderr
+
+
+def test_broken_weights_are_an_error(folder: Path, tmp_path: Path) -> None:
+    params = make_params(TINY)
+    params["model.norm.weight"] = params["model.norm.weight"] * float("nan")
+    model = funcrt.load_model(folder)
+    Model(model.config, params, model.tokenizer).save(tmp_path / "broken")
+    for options in ((), ("--json",)):
+        done = run("generate", tmp_path / "broken", "--prompt", "a", *options)
+        assert done.returncode == 1
+        assert "not finite" in done.stderr
+
+
+def test_converting_onto_the_source_is_refused(folder: Path) -> None:
+    done = run("convert", folder, folder)
+    assert done.returncode == 1
+    assert "both source and target" in done.stderr
+
+
+def test_names_with_markup_and_closed_outputs(bundle: Path, tmp_path: Path) -> None:
+    strange = tmp_path / "x[/b] [red]y.funcrt"
+    shutil.copytree(bundle, strange)
+    assert "[/b] [red]y.funcrt" in run("verify", strange, COLUMNS="300").stdout
+    command = f"{sys.executable} -m funcrt inspect '{bundle}'"
+    full = subprocess.run(["sh", "-c", f"{command} >/dev/full"], capture_output=True, check=False)
+    assert full.returncode == 1
+    assert full.stderr.startswith(b"error: ")
+    closed = subprocess.run(["sh", "-c", f"{command} >&-"], capture_output=True, check=False)
+    assert b"Traceback" not in closed.stderr
+
+
+def test_text_that_is_not_unicode(bundle: Path) -> None:
+    command = [sys.executable, "-m", "funcrt", "generate", str(bundle), "--prompt", b"a\xff"]
+    done = subprocess.run(command, capture_output=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith(b"error: the text is not valid Unicode")
+
+
+def test_unknown_config_keys_may_be_ignored(folder: Path, tmp_path: Path) -> None:
+    odd = tmp_path / "odd"
+    shutil.copytree(folder, odd)
+    config = json.loads((odd / "config.json").read_text("utf-8"))
+    (odd / "config.json").write_text(json.dumps({**config, "my_switch": 1}), "utf-8")
+    assert "my_switch" in run("convert", odd, tmp_path / "out").stderr
+    assert run("convert", odd, tmp_path / "out", "--ignore", "my_switch").returncode == 0
+
+
+def test_a_mistyped_bundle_is_not_looked_up_on_the_hub() -> None:
+    done = run("generate", "exported/nope.funcrt", "--prompt", "a")
+    assert "neither an existing file" in done.stderr
 
 
 def test_ctrl_c_is_clean(bundle: Path) -> None:

@@ -304,3 +304,18 @@ def test_yarn_defaults():
     for unset in (0, None):
         zeros = ModelConfig.from_hf(old("yarn", beta_fast=unset, beta_slow=unset)).rope
         assert (zeros.beta_fast, zeros.beta_slow) == (32.0, 1.0)
+
+
+def test_what_would_be_dropped_in_silence_raises():
+    with pytest.raises(ConfigError, match=r"factor .* but no rope_type"):
+        ModelConfig.from_hf({**HF, "rope_scaling": {"factor": 2.0}})
+    with pytest.raises(ConfigError, match="rms_norm_eps: expected above 0"):
+        ModelConfig.from_hf({**HF, "rms_norm_eps": 0})
+
+
+@pytest.mark.parametrize(("given", "ids"), [(2, (2,)), ([2, 7], (2, 7)), (None, ())])
+def test_ids_that_end_a_text_are_kept(given, ids):
+    config = ModelConfig.from_hf({**HF, "eos_token_id": given})
+    assert config.eos_token_ids == ids
+    assert ModelConfig.from_hf(config.to_hf()).eos_token_ids == ids
+    assert ModelConfig.from_dict(config.to_dict()).eos_token_ids == ids

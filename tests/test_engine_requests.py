@@ -146,6 +146,8 @@ BAD: list[tuple[Any, dict[str, Any], type[FuncrtError], str]] = [
     ([1], {"top_k": 1.5}, InputError, "top_k"),
     ([1], {"min_p": 2}, InputError, "min_p"),
     ([1], {"seed": -1}, InputError, "seed"),
+    ([1], {"stop": 3}, InputError, "stop: expected a string or several, got 3"),
+    ([b"abc"], {}, InputError, "got bytes"),
     (None, {}, InputError, "expected strings or lists of ids, got NoneType"),
     (5, {}, InputError, "expected strings or lists of ids, got int"),
     (mx.array([1]), {}, InputError, "expected strings or lists of ids, got array"),

@@ -68,6 +68,34 @@ def test_other_folders_are_not_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "model" / "notes.txt").read_text("utf-8") == "mine"
 
 
+def test_a_checkpoint_that_others_made_is_not_replaced(tmp_path: Path) -> None:
+    Model(TINY, make_params(TINY)).save(tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    data = json.loads(config.read_text("utf-8"))
+    del data["funcrt_version"]
+    config.write_text(json.dumps(data), "utf-8")
+    with pytest.raises(PublishError, match="not replaced"):
+        Model(TINY, make_params(TINY)).save(tmp_path / "model")
+
+
+def test_the_working_folder_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PublishError, match="the folder this runs in"):
+        Model(TINY, make_params(TINY)).save(".")
+
+
+def test_a_model_without_a_tokenizer_knows_what_ends_a_text() -> None:
+    model = Model(TINY, make_params(TINY))
+    (completion,) = funcrt.Engine(model).generate([[1, 2, 3]], max_tokens=4)
+    ending = replace(TINY, eos_token_ids=(completion.tokens[1],))
+    (cut,) = funcrt.Engine(Model(ending, make_params(TINY))).generate([[1, 2, 3]], max_tokens=4)
+    stop = completion.tokens.index(completion.tokens[1])
+    assert cut.tokens == completion.tokens[: stop + 1]
+    assert cut.finish_reason == "stop"
+
+
 def test_an_interrupted_save_leaves_the_old_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

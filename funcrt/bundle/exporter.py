@@ -22,6 +22,7 @@ from funcrt.bundle.golden import FILE as GOLDEN_FILE
 from funcrt.bundle.golden import Recorder
 from funcrt.bundle.loader import Bundle, device_class, mlx_version, open_bundle
 from funcrt.bundle.manifest import (
+    DIGEST,
     FORMAT,
     MANIFEST,
     SCHEMA_VERSION,
@@ -50,13 +51,22 @@ import mlx.core as mx
 
 
 def _is_bundle(folder: Path) -> bool:
+    """Whether a folder holds a bundle, damaged perhaps, and no file of anybody else."""
     try:
-        return FORMAT.encode() in (folder / MANIFEST).read_bytes()
-    except OSError:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        ours = {MANIFEST, DIGEST, *manifest["files"]}
+        if manifest["format"] != FORMAT:
+            return False
+    except (OSError, ValueError, KeyError, TypeError):
         return False
+    return all(
+        path.relative_to(folder).as_posix() in ours
+        for path in folder.rglob("*")
+        if not path.is_dir()
+    )
 
 
-KIND = Kind("a bundle", _is_bundle)
+KIND = Kind("a folder of only a bundle's files", _is_bundle)
 
 _SHARD_BYTES = 5_000_000_000
 # A graph of one function has nodes and names, no weights: some hundred bytes per input.
@@ -99,7 +109,7 @@ def export(
         raise
     except (OSError, RuntimeError) as error:
         raise BundleError(f"cannot export to {folder}: {error}") from error
-    bundle.folder = Path(folder)
+    bundle.folder = target
     return bundle
 
 

@@ -44,7 +44,7 @@ def load_bundle(folder: str | Path) -> Bundle:
 
 def open_bundle(folder: str | Path) -> Bundle:
     """`load_bundle` that leaves the weights on disk until they are used."""
-    folder = Path(folder)
+    folder = Path(folder).absolute()
     for attempt in range(_ATTEMPTS):
         before = _identity(folder)
         try:
@@ -106,6 +106,16 @@ class Bundle(CallForm):
         self._stored = stored
         self._graphs = graphs
         self._imported: dict[str, FlatFunction] = {}
+
+    def __repr__(self) -> str:
+        return f"Bundle({str(self.folder)!r}, {self.dtype}, {self.device})"
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The ids that end a text: the tokenizer's, or those of the config where there is none."""
+        if self.tokenizer is not None:
+            return self.tokenizer.eos_token_ids
+        return tuple(self.manifest.model.get("eos_token_ids", ()))
 
     @cached_property
     def prepared(self) -> list[mx.array]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -23,17 +24,18 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
     def run(*args: Any, **options: Any) -> None:
         try:
             command(*args, **options)
-            sys.stdout.flush()
-        except FuncrtError as error:
-            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-            sys.exit(1)
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            sys.exit(130)
+            if sys.stdout is not None:
+                sys.stdout.flush()
         except BrokenPipeError:
             # Whoever read our output has left; what is still buffered has nowhere to go.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(1)
+        except (FuncrtError, OSError) as error:
+            terminal.warn(f"error: {' '.join(str(error).split())}")
+            sys.exit(1)
+        except KeyboardInterrupt:
+            terminal.warn("interrupted")
+            sys.exit(130)
 
     return run
 
@@ -70,5 +72,8 @@ def _main(
 
 def main() -> NoReturn:
     """Entry point of the console script."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # None where it was closed
+            stream.reconfigure(errors="replace")  # a terminal that lacks a character shows ?
     app(prog_name="funcrt")
     sys.exit(0)

@@ -15,16 +15,22 @@ import typer
 
 if TYPE_CHECKING:
     from funcrt.bundle import Bundle
-    from funcrt.bundle.manifest import ArraySpec
+    from funcrt.bundle.manifest import ArraySpec, FunctionEntry
     from funcrt.model import Model
 
 
 def convert(
-    source: o.Source, target: o.Target, dtype: o.Dtype = None, json_: o.Json = False
+    source: o.Source,
+    target: o.Target,
+    dtype: o.Dtype = None,
+    ignore: o.Ignore = None,
+    json_: o.Json = False,
 ) -> None:
     """Convert a checkpoint to a folder that funcrt and mlx-lm both read."""
+    if Path(source).exists() and target.exists() and target.samefile(source):
+        raise InputError(f"{target} is both source and target: choose another target")
     with terminal.timed(f"Converting {source}") as clock:
-        model = sources.load_checkpoint(source, dtype)
+        model = sources.load_checkpoint(source, dtype, ignore)
         model.save(target)
     facts: dict[str, Any] = {
         "folder": str(target),
@@ -45,6 +51,7 @@ def export(
     capacity: Annotated[str, typer.Option(help="Cache slots, e.g. 512,2048.")] = "512,2048",
     dtype: o.Dtype = None,
     kv_bits: o.KvBits = None,
+    ignore: o.Ignore = None,
     json_: o.Json = False,
 ) -> None:
     """Export a model as a bundle that runs without its Python code."""
@@ -56,7 +63,7 @@ def export(
     if kv_bits not in (None, 4, 8):
         raise typer.BadParameter(f"--kv-bits: expected 4 or 8, got {kv_bits}")
     with terminal.timed(f"Loading {source}"):
-        model = sources.load_checkpoint(source, dtype)
+        model = sources.load_checkpoint(source, dtype, ignore)
     facts = export_facts(export_with_progress(model, out, plan, kv_bits))
     text = (
         f"{out}: {len(facts['functions'])} functions, {terminal.size(facts['bytes'])}, "
@@ -86,13 +93,17 @@ def inspect(bundle: o.BundleFolder, json_: o.Json = False) -> None:
         f"capacity {_listed(plan.capacity)}\n"
         f"cache: {', '.join(sorted({array.kind for array in manifest.cache} - {'row'}))}"
     )
+    kinds: dict[str, list[FunctionEntry]] = {}
+    for entry in manifest.functions:
+        kinds.setdefault(entry.name, []).append(entry)
+    sizes = {entry.key: manifest.files[entry.file].size for entry in manifest.functions}
     terminal.table(
-        "Functions (after the params; cache state last)",
-        ("function", "device", "inputs", "outputs", "bytes"),
+        "Functions, called as: params, inputs, cache state (shapes: --json)",
+        ("function", "shapes", "inputs", "outputs", "size"),
         [
-            (entry.key, entry.device, _arrays(entry.inputs), _arrays(entry.outputs),
-             terminal.size(manifest.files[entry.file].size))
-            for entry in manifest.functions
+            (name, str(len(entries)), _names(entries[0].inputs), _names(entries[0].outputs),
+             terminal.size(sum(sizes[entry.key] for entry in entries)))
+            for name, entries in kinds.items()
         ],
     )  # fmt: skip
 
@@ -156,5 +167,5 @@ def _listed(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def _arrays(specs: Sequence[ArraySpec]) -> str:
-    return ", ".join(f"{spec.name} {spec.dtype}{list(spec.shape)}" for spec in specs) or "-"
+def _names(specs: Sequence[ArraySpec]) -> str:
+    return ", ".join(spec.name for spec in specs) or "-"

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +20,7 @@ import typer
 
 NAME = "SmolLM2-135M-Instruct"
 PLAN = BucketPlan(batch=(1, 4), tokens=(1, 64), capacity=(512, 1024))
-QUESTION = "Why is the sky blue? Answer in two sentences."
+QUESTION = "What is the capital of France?"
 
 
 def demo(
@@ -30,7 +31,7 @@ def demo(
 ) -> None:
     """Fetch SmolLM2-135M-Instruct, convert, export, and chat with it in a new process."""
     bundle = folder / f"{NAME}.funcrt"
-    made = _make(bundle, folder / f"{NAME}.json", quiet=json_)
+    made = _make(bundle, folder / f".{NAME}.json", quiet=json_)
     if not json_:
         terminal.show(f"\nA new process loads {bundle} and nothing else.\n\n> {prompt}\n")
     answer = _ask(bundle, prompt, max_tokens, quiet=json_)
@@ -92,36 +93,49 @@ def _ask(bundle: Path, prompt: str, max_tokens: int, quiet: bool) -> dict[str, A
 
 
 def _show(made: dict[str, Any], answer: dict[str, Any]) -> None:
-    functions = made["functions"].values()
-    seconds = [function["seconds"] for function in functions]
-    earlier = " (by an earlier run)" if made["skipped"] else ""
+    functions: dict[str, dict[str, float]] = made["functions"]
+    exporting = sum(function["seconds"] for function in functions.values())
+    cut = ", cut at --max-tokens" if answer["finish_reason"] == "length" else ""
+    if made["skipped"]:
+        terminal.show("\nConvert and export times are those of the earlier run.")
     terminal.table(
-        f"{NAME}, {answer['blas']}",
+        f"\n{NAME}, {answer['blas']}",
         ("", ""),
         [
-            ("convert" + earlier, f"{made['convert_seconds']:.1f} s"),
-            (f"export, {len(seconds)} functions" + earlier,
-             f"{sum(seconds):.1f} s; each {min(seconds):.2f} to {max(seconds):.2f} s"),
-            ("check them against float32, eager" + earlier,
-             f"{made['seconds'] - sum(seconds):.1f} s"),
+            ("convert", f"{made['convert_seconds']:.1f} s"),
+            (f"export {len(functions)} functions", f"{exporting:.1f} s"),
+            ("check them against an uncached float32 run", f"{made['seconds'] - exporting:.1f} s"),
             ("bundle", terminal.size(made["bytes"])),
-            ("load, new process", f"{answer['load_seconds']:.2f} s"),
+            ("load, in the new process", f"{answer['load_seconds']:.2f} s"),
             ("time to first token", f"{answer['first_token_seconds']:.2f} s"),
             ("prompt", f"{answer['prompt_tokens']} tokens, "
              f"{answer['prompt_tokens_per_s']:.1f} tokens/s"),
             ("generation", f"{answer['generation_tokens']} tokens, "
-             f"{answer['generation_tokens_per_s']:.1f} tokens/s"),
+             f"{answer['generation_tokens_per_s']:.1f} tokens/s{cut}"),
             ("peak memory", terminal.size(answer["peak_memory_bytes"])),
             ("traces made", str(answer["traces"])),
-            ("parity: largest difference compiled/eager", f"{made['compiled_to_eager']:.1e}"),
-            ("parity: largest difference imported/eager", f"{made['imported_to_eager']:.1e}"),
+            ("parity: compiled to eager, largest difference", _parity(made["compiled_to_eager"])),
+            ("parity: imported to eager, largest difference", _parity(made["imported_to_eager"])),
         ],
     )  # fmt: skip
+    kinds: dict[str, list[dict[str, float]]] = {}
+    for key, function in functions.items():
+        kinds.setdefault(key.split("_b")[0], []).append(function)
     terminal.table(
-        "Export time and size per function" + earlier,
-        ("function", "seconds", "bytes"),
+        "Export time per function",
+        ("function", "shapes", "seconds, each", "size, each"),
         [
-            (name, f"{function['seconds']:.2f}", terminal.size(function["bytes"]))
-            for name, function in made["functions"].items()
+            (kind, str(len(same)), _range([f["seconds"] for f in same], "{:.2f}".format),
+             _range([f["bytes"] for f in same], terminal.size))
+            for kind, same in kinds.items()
         ],
-    )
+    )  # fmt: skip
+
+
+def _parity(error: float) -> str:
+    return "0, bit for bit" if error == 0 else f"{error:.1e} of the largest logit"
+
+
+def _range(values: list[float], shown: Callable[[float], str]) -> str:
+    low, high = shown(min(values)), shown(max(values))
+    return low if low == high else f"{low} to {high}"

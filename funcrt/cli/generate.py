@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from funcrt.cli import options as o
 from funcrt.cli import sources, terminal
+from funcrt.errors import ParamsError
 
 import typer
 
@@ -31,6 +32,7 @@ def generate(
     seed: o.Seed = 0,
     stop: o.Stop = None,
     dtype: o.Dtype = None,
+    ignore: o.Ignore = None,
     json_: o.Json = False,
     facts_file: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
@@ -39,7 +41,7 @@ def generate(
 
     text = sys.stdin.read() if prompt == "-" else prompt
     with terminal.timed(f"Loading {source}") as clock:
-        model = sources.load_any(source, dtype)
+        model = sources.load_any(source, dtype, ignore)
     ids = sources.prompt_ids(model, text, raw, system_prompt)
     facts = answer(
         Engine(model), ids, terminal.echo(not json_), stop=stop or (), max_tokens=max_tokens,
@@ -62,13 +64,14 @@ def chat(
     seed: o.Seed = 0,
     stop: o.Stop = None,
     dtype: o.Dtype = None,
+    ignore: o.Ignore = None,
     json_: o.Json = False,
 ) -> None:
     """Talk with a model; an empty line or Ctrl-D ends it. With --json, one object per answer."""
     from funcrt.engine import Engine
 
     with terminal.timed(f"Loading {source}"):
-        model = sources.load_any(source, dtype)
+        model = sources.load_any(source, dtype, ignore)
     sources.tokenizer_of(model)
     engine = Engine(model)
     messages = sources.system_messages(system_prompt)
@@ -97,6 +100,8 @@ def answer(
     tokens: list[int] = []
     text = reason = ""
     for chunk in engine.stream([ids], **options):
+        if chunk.finish_reason == "error":
+            raise ParamsError("the model's logits are not finite: its weights are broken")
         first = first or time.perf_counter() - begin
         tokens.append(chunk.token)
         text += chunk.text
@@ -107,6 +112,7 @@ def answer(
         "text": text,
         "tokens": tokens,
         "finish_reason": reason,
+        "max_tokens": options["max_tokens"],
         "prompt_tokens": len(ids),
         "prompt_tokens_per_s": engine.stats.prompt_rate,
         "generation_tokens": len(tokens),
@@ -120,9 +126,11 @@ def answer(
 
 def summary(facts: Mapping[str, Any]) -> str:
     """The lines that mlx-lm's users look for."""
+    full = facts["finish_reason"] == "length" and facts["generation_tokens"] < facts["max_tokens"]
+    note = "\nStopped: the largest cache is full (export a larger --capacity)" if full else ""
     return (
         f"Prompt: {facts['prompt_tokens']} tokens, {facts['prompt_tokens_per_s']:.1f} tokens/s\n"
         f"Generation: {facts['generation_tokens']} tokens, "
         f"{facts['generation_tokens_per_s']:.1f} tokens/s\n"
-        f"Peak memory: {terminal.size(facts['peak_memory_bytes'])}"
+        f"Peak memory: {terminal.size(facts['peak_memory_bytes'])}{note}"
     )

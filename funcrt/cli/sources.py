@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,14 +14,14 @@ if TYPE_CHECKING:
     from funcrt.text import Tokenizer
 
 
-def load_checkpoint(source: str, dtype: str | None) -> Model:
-    """A checkpoint of any known format. The only place where funcrt imports `converters`."""
+def load_checkpoint(source: str, dtype: str | None, ignore: Sequence[str] | None = None) -> Model:
+    """A checkpoint of any known format."""
     import converters
 
-    return converters.load(source, dtype)
+    return converters.load(source, dtype, ignore=ignore or ())
 
 
-def load_any(source: str, dtype: str | None) -> CallForm:
+def load_any(source: str, dtype: str | None, ignore: Sequence[str] | None = None) -> CallForm:
     """A bundle or a checkpoint."""
     if (Path(source) / "manifest.json").is_file():
         from funcrt.bundle import load_bundle
@@ -28,13 +29,16 @@ def load_any(source: str, dtype: str | None) -> CallForm:
         if dtype is not None:
             raise InputError("--dtype is fixed when a bundle is exported; export it again")
         return load_bundle(source)
-    return load_checkpoint(source, dtype)
+    return load_checkpoint(source, dtype, ignore)
 
 
 def tokenizer_of(model: CallForm) -> Tokenizer:
     """The model's tokenizer. Raises TextError if it has none."""
     if model.tokenizer is None:
-        raise TextError("this model has no tokenizer.json, so it cannot read or write text")
+        raise TextError(
+            "this model has no tokenizer.json, so it cannot read or write text: "
+            "copy it from the original checkpoint, then convert or export again"
+        )
     return model.tokenizer
 
 

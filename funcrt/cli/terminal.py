@@ -13,6 +13,7 @@ from typing import Any
 
 import rich.box
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -31,7 +32,7 @@ class Clock:
 def timed(what: str) -> Iterator[Clock]:
     """Measure a block; a spinner shows on a terminal while it runs."""
     clock, begin = Clock(), time.perf_counter()
-    with _status.status(f"{what} ...") if _status.is_terminal else _nothing():
+    with _status.status(f"{escape(what)} ...") if _status.is_terminal else _nothing():
         yield clock
     clock.seconds = time.perf_counter() - begin
 
@@ -43,28 +44,42 @@ def _nothing() -> Iterator[None]:
 
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[int, int, str], None]]:
-    """A bar to report `(done, total, current item)` to."""
+    """A bar to report `(done, total, current item)` to; one line where there is no terminal."""
     bar = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         TextColumn("{task.fields[item]}"), console=_status, transient=True,
         disable=not _status.is_terminal,
     )  # fmt: skip
     with bar:
-        task = bar.add_task(what, total=None, item="")
-        yield lambda done, total, item: bar.update(task, completed=done, total=total, item=item)
+        task = bar.add_task(escape(what), total=None, item="")
+
+        def tick(done: int, total: int, item: str) -> None:
+            if done == 1 and not _status.is_terminal:
+                warn(f"{what} ...")
+            bar.update(task, completed=done, total=total, item=item)
+
+        yield tick
 
 
 def emit(facts: Mapping[str, Any], as_json: bool, text: str, err: bool = False) -> None:
     """Print facts as one line of JSON, or `text` (to standard error with `err`)."""
     if as_json:
-        print(json.dumps(facts, ensure_ascii=False), flush=True)
+        show(json.dumps(facts, ensure_ascii=False))
+    elif err:
+        warn(text)
     else:
-        print(text, file=sys.stderr if err else sys.stdout, flush=True)
+        show(text)
 
 
 def show(text: str) -> None:
     """Print text."""
     print(text, flush=True)
+
+
+def warn(text: str) -> None:
+    """Print text to standard error, or nowhere if that is closed."""
+    if sys.stderr is not None:
+        print(text, file=sys.stderr, flush=True)
 
 
 def size(count: float) -> str:
@@ -83,11 +98,13 @@ def folder_bytes(folder: Path) -> int:
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table; cells are text, and columns without any name get no header."""
-    grid = Table(title=title, box=rich.box.SIMPLE, title_justify="left", show_header=any(columns))
+    grid = Table(
+        title=escape(title), box=rich.box.SIMPLE, title_justify="left", show_header=any(columns)
+    )
     for i, column in enumerate(columns):
         grid.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
     for row in rows:
-        grid.add_row(*row)
+        grid.add_row(*map(escape, row))
     _output.print(grid)
 
 

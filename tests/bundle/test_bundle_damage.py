@@ -154,7 +154,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "plan of truth": (lambda d: d["plan"].update(batch=[True]), r"batch\[0\]: expected an integer"),
     "plan of nothing": (lambda d: d["plan"].update(tokens=[]), "plan tokens: expected integers"),
     "more plan": (lambda d: d["plan"]["batch"].append(3), "forward_b3_t4_s16 is missing for cpu"),
-    "huge plan": (lambda d: d["plan"].update(capacity=[2**31]), "sizes must be from 1"),
+    "huge plan": (lambda d: d["plan"].update(capacity=[2**31]), "expected integers >= 2"),
     "dtype": (lambda d: d.update(dtype="float8"), "dtype 'float8' is not one of"),
     "vocabulary": (lambda d: d.update(vocab_size=97), "not those that this funcrt calls"),
     "fraction": (lambda d: d.update(vocab_size=96.0), "vocab_size: expected an integer, got 96.0"),

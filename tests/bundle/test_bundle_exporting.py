@@ -72,13 +72,20 @@ def test_other_folders_are_not_replaced(model: Model, tmp_path: Path) -> None:
     (tmp_path / "notes" / "diary.txt").write_text("dear")
     (tmp_path / "file").write_text("x")
     (tmp_path / "link").symlink_to("notes")
-    with pytest.raises(PublishError, match="notes is not a bundle and is not replaced"):
+    with pytest.raises(PublishError, match=r"notes is not .* is not replaced"):
         export(model, tmp_path / "notes", SMALL)
     for name in ("file", "link"):
         with pytest.raises(PublishError, match="is a file or a link, not a folder"):
             export(model, tmp_path / name, SMALL)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link", "notes"]
     assert (tmp_path / "notes" / "diary.txt").read_text() == "dear"
+
+
+def test_a_bundle_with_a_file_of_somebody_else_is_not_replaced(model: Model, copy: Path) -> None:
+    (copy / "notes.txt").write_text("mine")
+    with pytest.raises(PublishError, match="is not replaced"):
+        export(model, copy, SMALL)
+    assert (copy / "notes.txt").read_text() == "mine"
 
 
 def test_a_place_that_cannot_be_written(model: Model, tmp_path: Path) -> None:
