@@ -98,9 +98,8 @@ def folder_bytes(folder: Path) -> int:
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table; cells are text, and columns without any name get no header."""
-    grid = Table(
-        title=escape(title), box=rich.box.SIMPLE, title_justify="left", show_header=any(columns)
-    )
+    _output.print(title, markup=False, soft_wrap=True)
+    grid = Table(box=rich.box.SIMPLE, show_header=any(columns))
     for i, column in enumerate(columns):
         grid.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
     for row in rows:
