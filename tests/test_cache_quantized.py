@@ -90,7 +90,7 @@ def test_quantized_caches_trim_and_fork(bits):
     for row, text in enumerate([[*tokens[:6], *tokens[10:14]], tokens[:13], tokens[:3]]):
         alone, _ = feed(model, model.init_cache(1, 24, kv_bits=bits), [text])
         count = 3 if row == 2 else 4
-        tipped = {8: 2e-3, 4: 2e-2}[bits]  # a value that rounds to its neighbour
+        tipped = {8: 1e-2, 4: 1e-1}[bits]  # a value that rounds to its neighbour
         assert relative_error(logits[row, :count], alone[0, -count:]) <= tipped
 
 
