@@ -84,7 +84,11 @@ def make_subject(name: str, folder: str, plan: dict[str, list[int]]) -> Subject:
         return funcrt_subject(folder, None)
     if name == "funcrt-compiled":
         return funcrt_subject(folder, plan)
-    dtypes = {"mlx-lm-bfloat16": "bfloat16", "mlx-lm-float32-same-blas": "float32"}
+    dtypes = {
+        "mlx-lm-bfloat16": "bfloat16",
+        "mlx-lm-float32-same-blas": "float32",
+        "mlx-lm-4bit": "float16",  # scales and norms, as 4-bit checkpoints are published
+    }
     return mlx_lm_subject(folder, dtypes.get(name, ""), name.endswith("same-blas"))
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from funcrt.blas import check_backend as _check_backend
 from funcrt.blas import load as _load_blas
 
+_check_backend()
 _load_blas()  # a host BLAS only takes effect when it is loaded before mlx
 
 if TYPE_CHECKING:

@@ -66,6 +66,18 @@ class _Kind(NamedTuple):
     problem: str = ""  # why MLX cannot use it
 
 
+def check_backend() -> None:
+    """Raise ImportError where MLX has no library, as on Linux after a bare `pip install mlx`."""
+    library = _find_mlx()
+    if library is None or library.name == "libmlx.so":
+        return
+    if b"libmlx.so" in library.read_bytes():  # it is not a static build: the rest is missing
+        raise ImportError(
+            "MLX is installed without a backend: pip install 'funcrt[cpu]', "
+            "or 'funcrt[cuda]' for an NVIDIA card"
+        )
+
+
 @functools.cache
 def load() -> Blas:
     """Choose the BLAS and put it before MLX's own. Later calls return the same answer.

@@ -298,3 +298,15 @@ def test_other_files_are_not_taken_for_libraries(tmp_path: Path) -> None:
 @needs_compiler
 def test_a_binding_is_found_only_in_loaded_libraries(tmp_path: Path) -> None:
     assert elf.find_binding(make_library(tmp_path / "libidle.so", ""), "cblas_sgemm") is None
+
+
+def test_a_bare_mlx_names_the_missing_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = tmp_path / "core.cpython-311-x86_64-linux-gnu.so"
+    core.write_bytes(b"\x7fELF needs libmlx.so\0")
+    monkeypatch.setattr(blas, "_find_mlx", lambda: core)
+    with pytest.raises(ImportError, match=r"pip install 'funcrt\[cpu\]'"):
+        blas.check_backend()
+    core.write_bytes(b"\x7fELF a static build")
+    blas.check_backend()

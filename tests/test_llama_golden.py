@@ -1,4 +1,4 @@
-"""Tiny llama models against the logits of transformers (tests/reference/list(CASES)ME.md).
+"""Tiny llama models against the logits of transformers (tests/reference/README.md).
 
 One golden per head layout, spelling, bias, activation and rope scaling; and for each of these a
 proof that its golden would notice the feature missing.

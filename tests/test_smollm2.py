@@ -11,6 +11,7 @@ from typing import Any
 import converters
 import funcrt
 from converters import smollm2
+from funcrt.cli import demo
 from funcrt.model import Model
 
 import mlx.core as mx
@@ -21,6 +22,7 @@ GOLDEN: dict[str, dict[str, Any]] = json.loads(
 )["prompts"]
 LOGIT_TOLERANCE = 2e-3  # of logits around 20
 LONGEST = max(len(golden["prompt_ids"]) for golden in GOLDEN.values())
+DEMO_PLAN = demo.PLAN
 PLAN = funcrt.BucketPlan(batch=(1, 4), tokens=(64,), capacity=(1024,))
 
 
@@ -146,3 +148,40 @@ def test_text_prompts_and_stop_strings(model: Model) -> None:
     cut = engine.generate([name], max_tokens=30, stop="answer is")[0]
     assert cut.finish_reason == "stop"
     assert cut.text == whole.text[: whole.text.index("answer is")]
+
+
+@pytest.mark.long
+def test_every_bucket_of_the_demo_is_bitwise_its_rows_alone(model: Model, tmp_path: Path) -> None:
+    """Imported functions: padding on every side, an idle row and poisoned slots change nothing."""
+    bundle = funcrt.export(model, tmp_path / "demo.funcrt", DEMO_PLAN)
+    goldens = [golden["prompt_ids"] for golden in GOLDEN.values()]
+    for capacity in DEMO_PLAN.capacity:
+        rows = [(goldens[3] + goldens[2])[:n] for n in (40, 17, 64)]
+        alone = []
+        for row in rows:  # the same bucket, the other rows idle
+            tokens = mx.array([row + [0] * (64 - len(row)), *[[0] * 64] * 3], dtype=mx.int32)
+            valid = mx.arange(64) < mx.array([len(row), 0, 0, 0])[:, None]
+            state = bundle.init_cache(4, capacity)
+            alone.append(bundle.functions.prefill(tokens, valid, state)[0][0])
+        patterns = [
+            [i >= 64 - len(rows[0]) for i in range(64)],
+            [i % 3 == 1 and i // 3 < len(rows[1]) for i in range(64)],
+            [True] * 64,
+            [False] * 64,
+        ]
+        filled = [iter(row) for row in rows]
+        tokens = mx.array(
+            [[next(f) if real else 7 for real in p] for f, p in zip(filled, patterns, strict=False)]
+            + [[7] * 64],
+            dtype=mx.int32,
+        )
+        state = bundle.init_cache(4, capacity)
+        poisoned = {k: v if k == "lengths" else v + 1e4 for k, v in state.items()}
+        logits, after = bundle.functions.prefill(tokens, mx.array(patterns), poisoned)
+        assert after["lengths"].tolist() == [40, 17, 64, 0]
+        for row, expected in enumerate(alone):
+            assert mx.array_equal(logits[row], expected)
+        token = mx.argmax(logits, axis=-1).astype(mx.int32)
+        active = mx.array([True, False, True, False])
+        *_, after = bundle.functions.decode_greedy(token, active, after)
+        assert after["lengths"].tolist() == [41, 17, 65, 0]
