@@ -78,6 +78,7 @@ class CallForm(ABC):
             mask: None (all tokens are real); a padding mask `[B, T]` of any dtype, nonzero = real,
                 padding anywhere; or an attention mask `[T, S]`, `[B, T, S]` or `[B, 1, T, S]`,
                 boolean, integer or additive (see `masks.as_mask`), S the capacity of `cache`.
+                Without a cache a square one, S = T, is about the tokens themselves.
             cache: what an earlier call returned, or None for an empty one: the least power of two
                 from 256 up that holds the tokens and a scratch slot; the smallest exported one
                 that does, on a bundle. It grows when it is full.
@@ -190,6 +191,9 @@ def _sort_mask(mask: Mask | None, rows: int, count: int, slots: int | None) -> _
             f"a padding mask is [{rows}, {count}], {forms}"
         )
     sight = mx.broadcast_to(sight, (rows, *sight.shape[1:]))
+    if slots is None and sight.shape[3] == count:
+        # No slots are known yet, so its columns mean the tokens, padding among them.
+        sight = masks.from_block(sight[:, 0], mx.zeros((rows,), dtype=mx.int32), count + 1)
     return _Mask(mx.any(sight, axis=(1, 3)), sight=sight)
 
 

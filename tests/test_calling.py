@@ -383,3 +383,19 @@ def test_other_kinds_of_weights(kind):
     assert state["layers.0.keys"].dtype == logits.dtype
     limits = {"float16": 1e-3, "bfloat16": 1e-2, "affine": TOLERANCE}
     assert relative_error(logits[0], expected) <= limits[kind]
+
+
+@pytest.mark.parametrize("pad", [[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0], [1, 0, 1, 1, 0, 1]])
+def test_a_square_mask_without_a_cache_is_about_the_tokens(pad):
+    """As Hugging Face builds it: `[B, 1, T, T]`, causal, rows and columns of padding left out."""
+    model = make_model()
+    real = mx.array(pad) != 0
+    step = mx.arange(6)
+    square = (step <= step[:, None]) & real[None] & real[:, None]
+    tokens = random_tokens(6)
+    expected, cache = model([tokens], mask=mx.array([pad]))
+    logits, state = model([tokens], mask=square[None, None])
+    assert state["lengths"].tolist() == cache["lengths"].tolist() == [4]
+    for place, is_real in enumerate(pad):
+        if is_real:
+            assert mx.array_equal(logits[0, place], expected[0, place])
