@@ -168,6 +168,9 @@ class Bundle(CallForm):
     ) -> tuple[mx.array, CacheState]:
         """The contract, with the weights bound: `(logits [B,T,V], cache_state)`.
 
+        It reads nothing from the device, so what does not fit the capacity is dropped; `lengths`
+        then tells. Calling the bundle itself grows the cache instead.
+
         Args:
             tokens: int32 `[B, T]`; B must be declared, T is padded to the next declared one.
             mask: bool `[B, 1, T, S]`, S the declared capacity of `cache_state`.
