@@ -56,7 +56,12 @@ class CallForm(ABC):
 
     @abstractmethod
     def _run(
-        self, tokens: mx.array, mask: mx.array, state: CacheState, looks_back: bool
+        self,
+        tokens: mx.array,
+        mask: mx.array,
+        state: CacheState,
+        looks_back: bool,
+        positions: mx.array | None,
     ) -> tuple[mx.array, CacheState]:
         """One call whose shapes are checked: T may be anything, rows are those of the state.
 
@@ -64,7 +69,11 @@ class CallForm(ABC):
         """
 
     def __call__(
-        self, tokens: Tokens, mask: Mask | None = None, cache: CacheState | None = None
+        self,
+        tokens: Tokens,
+        mask: Mask | None = None,
+        cache: CacheState | None = None,
+        positions: mx.array | None = None,
     ) -> tuple[mx.array, CacheState]:
         """Run the model on new tokens.
 
@@ -82,6 +91,8 @@ class CallForm(ABC):
             cache: what an earlier call returned, or None for an empty one: the least power of two
                 from 256 up that holds the tokens and a scratch slot; the smallest exported one
                 that does, on a bundle. It grows when it is full.
+            positions: int32 `[B, T]`, the second result of `masks.from_tree`: the nodes of a tree
+                stand where their slots do not. A model takes them, a bundle does not.
 
         Returns:
             logits `[B, T, V]` and the new cache state; pass it on and drop the old one, or every
@@ -106,7 +117,13 @@ class CallForm(ABC):
             full = masks.causal(_pad(valid, batch, 0), state["lengths"], capacity)
         else:
             full = _pad(_pad(sight, batch, 0), capacity, 3)
-        logits, state = self._run(ids, full, state, looks_back=sight is None)
+        if positions is not None:
+            if positions.shape != (rows, count):
+                raise InputError(
+                    f"positions: expected int32 [{rows}, {count}], got {list(positions.shape)}"
+                )
+            positions = _pad(positions.astype(mx.int32), batch, 0)
+        logits, state = self._run(ids, full, state, sight is None, positions)
         return logits[:rows], state
 
     def _make_room(
@@ -134,7 +151,9 @@ def as_tokens(tokens: Tokens) -> mx.array:
     Raises InputError: not integers, not rectangular, or empty.
     """
     try:
-        ids = tokens if isinstance(tokens, mx.array) else mx.array(list(tokens))
+        # A list of rows must be one of lists; anything else may be an array of another library.
+        given: Any = list(tokens) if isinstance(tokens, (list, tuple, range)) else tokens
+        ids = mx.array(given)
     except (ValueError, TypeError, RuntimeError) as error:
         raise InputError(
             f"tokens: expected ids as [B, T] with rows of one length ({error}); "
@@ -224,8 +243,8 @@ def _check_values(ids: mx.array, vocab_size: int, mask: _Mask, state: CacheState
         )
     if mask.sight is not None and odd[0]:
         raise InputError(
-            "mask: a token sees only slots that no token has filled: the mask was made for other "
-            "lengths than those of the cache"
+            "mask: it was made for other lengths than those of the cache: a token sees slots that "
+            "no token has filled"
         )
     return int(needed)
 
@@ -235,9 +254,12 @@ def _oddities(mask: _Mask, after: mx.array) -> list[mx.array]:
     if mask.padding is not None:
         return [mx.any(mask.padding <= masks.MASKED)]
     if mask.sight is not None:
-        written = mx.arange(mask.sight.shape[3], dtype=mx.int32) < after[:, None]  # [B,S]
-        seen = mx.any(mask.sight & written[:, None, None], axis=(1, 3))
-        return [mx.any(seen != mask.valid)]
+        filled = mx.arange(mask.sight.shape[3], dtype=mx.int32) < after[:, None]  # [B,S]
+        blind = mx.any(mask.sight & filled[:, None, None], axis=(1, 3)) != mask.valid
+        # Columns beyond what is filled are not meant where all of them are shown, or none.
+        shown = mx.any(mask.sight, axis=(1, 2))  # [B,S]
+        some, every = mx.any(shown > filled, axis=1), mx.all(shown | filled, axis=1)
+        return [mx.any(blind) | mx.any(some & mx.logical_not(every))]
     return []
 
 

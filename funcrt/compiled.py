@@ -31,6 +31,8 @@ class Compiled:
 
     A function compiles when its bucket is first used; its params are captured, so a call passes
     only what changes. Values never retrace, and another shape is refused rather than traced.
+    Nothing is read from the device: check `lengths + new <= S - 1` on your own mirror of the
+    lengths, as `Engine` does, since what does not fit is dropped.
 
     Args:
         source: gives the flat function of a name and a bucket, traced here or imported.
@@ -79,15 +81,30 @@ class Compiled:
     def prefill(
         self, tokens: mx.array, valid: mx.array, state: CacheState
     ) -> tuple[mx.array, CacheState]:
-        """int32 and bool `[B,T]` -> logits `[B,V]` of each row's last real token, new state."""
-        (logits,), state = self._stateful("prefill", _tokens_of(tokens), [tokens, valid], state)
+        """Logits `[B,V]` of each row's last real token, and the new state.
+
+        Args:
+            tokens: int32 `[B,T]`.
+            valid: `[B,T]` of any dtype, nonzero = real.
+            state: the cache state.
+        """
+        inputs = [tokens, valid != 0]
+        (logits,), state = self._stateful("prefill", _tokens_of(tokens), inputs, state)
         return logits, state
 
     def prefill_block(
         self, tokens: mx.array, block: mx.array, state: CacheState
     ) -> tuple[mx.array, CacheState]:
-        """`prefill` with a bool block `[B,T,T]` of what the new tokens see of each other."""
-        inputs = [tokens, block]
+        """`prefill` with a block of what the new tokens see of each other.
+
+        Args:
+            tokens: int32 `[B,T]`.
+            block: `[B,T,T]` or `[T,T]` of any dtype, see `masks.from_block`.
+            state: the cache state.
+        """
+        if block.ndim == 2:
+            block = mx.broadcast_to(block[None], (tokens.shape[0], *block.shape))
+        inputs = [tokens, block != 0]
         (logits,), state = self._stateful("prefill_block", _tokens_of(tokens), inputs, state)
         return logits, state
 

@@ -215,9 +215,14 @@ class Model(CallForm):
         return rows, max(256, 1 << tokens.bit_length())
 
     def _run(
-        self, tokens: mx.array, mask: mx.array, state: CacheState, looks_back: bool
+        self,
+        tokens: mx.array,
+        mask: mx.array,
+        state: CacheState,
+        looks_back: bool,
+        positions: mx.array | None,
     ) -> tuple[mx.array, CacheState]:
-        return self.forward(self.prepared, tokens, mask, state)
+        return self.forward(self.prepared, tokens, mask, state, positions)
 
     def save(self, folder: str | Path) -> None:
         """Write config, weights as stored, and tokenizer as a Hugging Face style folder.

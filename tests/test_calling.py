@@ -399,3 +399,44 @@ def test_a_square_mask_without_a_cache_is_about_the_tokens(pad):
     for place, is_real in enumerate(pad):
         if is_real:
             assert mx.array_equal(logits[0, place], expected[0, place])
+
+
+@pytest.mark.parametrize("made_for", [5, 9])
+def test_a_mask_made_for_other_lengths_is_refused(made_for):
+    model = make_model()
+    state = model([1, 2, 3])[1] if made_for != 5 else None
+    state = model.init_cache(1, 16) if state is None else state
+    capacity = state["layers.0.keys"].shape[2]
+    mask = masks.causal(mx.ones((1, 2)), mx.array([made_for], dtype=mx.int32), capacity)
+    with pytest.raises(InputError, match="made for other lengths"):
+        model([[4, 5]], mask=mask, cache=state)
+
+
+def test_a_mask_that_shows_everything_is_meant():
+    model = make_model()
+    logits, _ = model(
+        [[1, 2, 3]], mask=mx.ones((1, 1, 3, 16), dtype=mx.bool_), cache=model.init_cache(1, 16)
+    )
+    both_ways, _ = model([[1, 2, 3]], mask=mx.ones((1, 1, 3, 3), dtype=mx.bool_))
+    assert relative_error(logits, both_ways) <= TOLERANCE
+
+
+def test_trees_take_their_positions():
+    model = make_model()
+    prefix, tree = random_tokens(5), random_tokens(4, seed=1)
+    cache = model([prefix])[1]
+    capacity = cache["layers.0.keys"].shape[2]
+    parents = mx.array([[-1, 0, 0, 1]], dtype=mx.int32)
+    mask, positions = masks.from_tree(parents, cache["lengths"], capacity)
+    logits, _ = model([tree], mask=mask, cache=cache, positions=positions)
+    branch, _ = model([[*prefix, tree[0], tree[2]]])
+    assert relative_error(logits[0, 2], branch[0, -1]) <= TOLERANCE
+    with pytest.raises(InputError, match="positions: expected int32"):
+        model([tree], mask=mask, cache=cache, positions=positions[:, :2])
+
+
+def test_tokens_may_be_numpy():
+    model = make_model()
+    expected, _ = model([[1, 2, 3]])
+    for tokens in (np.array([1, 2, 3]), np.array([[1, 2, 3]], dtype=np.uint8)):
+        assert mx.array_equal(model(tokens)[0], expected)

@@ -18,6 +18,7 @@ import pytest
 REFERENCE = Path(__file__).parent / "reference" / "smollm2.json"
 SHORT = (3, 9, 21, 40, 64, 90)
 LONG = (3, 5, 9, 17, 33, 64, 65, 90, 128, 150, 201, 256, 333, 450, 600, 700)
+SIDES = ("left", "right", "mixed")
 STEPS = 4  # tokens decoded after the prompt
 TOLERANCE = 2e-5  # of the largest logit
 
@@ -35,14 +36,15 @@ def make_prompts(lengths: tuple[int, ...]) -> list[list[int]]:
 
 
 def make_batch(prompts: list[list[int]], side: str) -> tuple[mx.array, mx.array]:
-    """Tokens `[B, T]` and an int16 padding mask, padded on one side; the padding is not zeros."""
+    """Tokens `[B, T]` and an int16 padding mask; the padding is not zeros."""
     width = max(map(len, prompts))
     tokens, valid = [], []
     for prompt in prompts:
         padding = [11] * (width - len(prompt))
         real, fake = [1] * len(prompt), [0] * len(padding)
-        tokens.append(padding + prompt if side == "left" else prompt + padding)
-        valid.append(fake + real if side == "left" else real + fake)
+        left = side == "left" or (side == "mixed" and len(tokens) % 2)
+        tokens.append(padding + prompt if left else prompt + padding)
+        valid.append(fake + real if left else real + fake)
     return mx.array(tokens), mx.array(valid, dtype=mx.int16)
 
 
@@ -74,7 +76,7 @@ def check_batch(
     model: Model, prompts: list[list[int]], plan: funcrt.BucketPlan, folder: Path
 ) -> None:
     firsts, continuations = run_alone(model, prompts)
-    for side in ("left", "right"):
+    for side in SIDES:
         tokens, valid = make_batch(prompts, side)
         logits, cache = model(tokens, mask=valid)
         rows = last_real(logits, valid)
@@ -97,7 +99,7 @@ def check_batch(
     funcrt.export(model, folder, plan)
     found = json.loads(run_in_another_process(folder, prompts))
     assert found["engine"] == continuations
-    for side in ("left", "right"):
+    for side in SIDES:
         for values, first in zip(found[side], firsts, strict=True):
             scale = mx.max(mx.abs(first)).item()
             probes = mx.array(PROBES)
@@ -114,7 +116,7 @@ given = json.load(sys.stdin)
 found = {"engine": [
     c.tokens for c in funcrt.Engine(bundle).generate(given["prompts"], max_tokens=given["steps"])
 ]}
-for side in ("left", "right"):
+for side in given["sides"]:
     tokens, valid = (mx.array(array) for array in given[side])
     logits, cache = bundle(tokens, mask=valid.astype(mx.int16))
     last = mx.max(mx.where(valid != 0, mx.arange(valid.shape[1]), 0), axis=1)
@@ -125,8 +127,8 @@ print(json.dumps(found))
 
 
 def run_in_another_process(folder: Path, prompts: list[list[int]]) -> str:
-    given = {"prompts": prompts, "steps": STEPS, "probes": PROBES}
-    for side in ("left", "right"):
+    given = {"prompts": prompts, "steps": STEPS, "probes": PROBES, "sides": SIDES}
+    for side in SIDES:
         given[side] = [array.tolist() for array in make_batch(prompts, side)]
     done = subprocess.run(
         [sys.executable, "-c", IN_ANOTHER_PROCESS, str(folder)],

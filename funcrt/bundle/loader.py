@@ -16,7 +16,7 @@ from funcrt.bundle.manifest import FunctionEntry, Manifest, describe_arrays
 from funcrt.cache import CacheState
 from funcrt.calling import CallForm
 from funcrt.compiled import Compiled
-from funcrt.errors import BundleError, CapacityError, SourceError, TextError
+from funcrt.errors import BundleError, CapacityError, InputError, SourceError, TextError
 from funcrt.flat import FlatFunction
 from funcrt.params import Params, evaluate_singly
 from funcrt.storage import load_arrays
@@ -209,9 +209,16 @@ class Bundle(CallForm):
         return self.plan.choose_batch(rows), self.plan.choose_capacity(tokens)
 
     def _run(
-        self, tokens: mx.array, mask: mx.array, state: CacheState, looks_back: bool
+        self,
+        tokens: mx.array,
+        mask: mx.array,
+        state: CacheState,
+        looks_back: bool,
+        positions: mx.array | None,
     ) -> tuple[mx.array, CacheState]:
         """Any T, in chunks of the largest declared one."""
+        if positions is not None:
+            raise InputError("positions: a bundle has no function that takes them; use the model")
         largest = self.plan.tokens[-1]
         count = tokens.shape[1]
         if count <= largest:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import secrets
 from collections.abc import Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +21,9 @@ FORMAT = "funcrt-cache-1"
 _FIELDS = ("model", "tokens", "sha256")
 
 
+Texts = Sequence[int] | Sequence[Sequence[int]]
+
+
 class Owner(Protocol):
     """What a saved state belongs to: a model or a bundle."""
 
@@ -31,9 +35,7 @@ class Owner(Protocol):
         """The state in its fixed order. Raises CacheError for a state of another model."""
 
 
-def save(
-    path: str | Path, state: CacheState, model: Owner, tokens: Sequence[Sequence[int]]
-) -> None:
+def save(path: str | Path, state: CacheState, model: Owner, tokens: Texts) -> None:
     """Write a state as a safetensors file.
 
     The file holds the arrays, the tokens, the model's fingerprint and a sha256 of all of it.
@@ -42,14 +44,14 @@ def save(
         path: of the file; it appears as a whole or not at all, in place of an older one.
         state: what the model returned.
         model: the model or bundle that it belongs to.
-        tokens: the ids that each row of the state has seen.
+        tokens: the ids that each row of the state has seen; one flat list is one row.
 
     Raises:
         CacheError: a state of another model, or tokens that do not fit its lengths.
         SourceError: the file cannot be written.
     """
     state = model.check_cache(state)
-    rows = [[int(token) for token in row] for row in tokens]
+    rows = _as_rows(tokens)
     _check_lengths(rows, state, "save")
     if not model.fingerprint:
         raise CacheError("save: a bundle of an older funcrt has no fingerprint: export it again")
@@ -66,9 +68,7 @@ def save(
         scratch.unlink(missing_ok=True)
 
 
-def load(
-    path: str | Path, model: Owner, tokens: Sequence[Sequence[int]] | None = None
-) -> CacheState:
+def load(path: str | Path, model: Owner, tokens: Texts | None = None) -> CacheState:
     """Read a state that `save` wrote.
 
     Args:
@@ -101,13 +101,20 @@ def load(
         raise SourceError(f"{path} is damaged: its sha256 does not match: run the text again")
     _check_lengths(seen, state, str(path))
     if tokens is not None:
-        _check_prefix(seen, tokens, path)
+        _check_prefix(seen, _as_rows(tokens), path)
     return state
 
 
 def load_tokens(path: str | Path) -> list[list[int]]:
     """The ids that each row of a saved state has seen. Raises SourceError."""
     return _rows(_read_metadata(Path(path)), Path(path))
+
+
+def _as_rows(tokens: Texts) -> list[list[int]]:
+    rows: list[Any] = list(tokens)
+    if rows and isinstance(rows[0], Integral):
+        rows = [rows]
+    return [[int(token) for token in row] for row in rows]
 
 
 def _digest(state: CacheState, metadata: dict[str, str]) -> str:

@@ -174,7 +174,8 @@ def init_cache(spec: CacheSpec, batch: int, capacity: int) -> CacheState:
     Raises CacheError unless batch >= 1 and capacity >= 2 (1 where nothing has slots).
     """
     least = 2 if any("S" in entry.shape for entry in spec) else 1
-    if batch < 1 or capacity < least:
+    whole = all(isinstance(size, int) for size in (batch, capacity))
+    if not whole or batch < 1 or capacity < least:
         raise CacheError(
             f"cache: expected batch >= 1 and capacity >= {least} (one slot is scratch), "
             f"got batch {batch}, capacity {capacity}"
