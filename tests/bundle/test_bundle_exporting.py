@@ -208,7 +208,8 @@ def test_a_wide_plan(tmp_path: Path, kind: str) -> None:
     plan = BucketPlan(batch=(1, 2, 5), tokens=(1, 3, 16, 64), capacity=(64, 300))
     rows = verify(export(make_model(kind), tmp_path / "out", plan))
     assert all(row.passed for row in rows)
-    assert len(rows) == 1 + 3 * (3 * 2 * 10 + 3)
+    calls = 3 * len(plan.tokens) + 2  # three prefills per T, two decodes
+    assert len(rows) == 1 + 3 * (3 * 2 * calls + 3)
 
 
 def test_large_weights_are_split(
