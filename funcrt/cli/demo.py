@@ -120,7 +120,7 @@ def _show(made: dict[str, Any], answer: dict[str, Any]) -> None:
     )  # fmt: skip
     kinds: dict[str, list[dict[str, float]]] = {}
     for key, function in functions.items():
-        kinds.setdefault(key.split("_b")[0], []).append(function)
+        kinds.setdefault(key.rsplit("_b", 1)[0], []).append(function)
     terminal.table(
         "Export time per function",
         ("function", "shapes", "seconds, each", "size, each"),
