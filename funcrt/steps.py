@@ -119,13 +119,13 @@ def make_step(name: str, family: ModuleType, config: ModelConfig) -> StepFunctio
     def prefill(
         params: Params, tokens: mx.array, valid: mx.array, state: CacheState
     ) -> tuple[mx.array, CacheState]:
-        mask = masks.causal(valid, state["lengths"], _capacity(state))
+        mask = masks.causal(valid, state["lengths"], state_size(state)[1])
         return last_logits(params, tokens, valid, mask, state)
 
     def prefill_block(
         params: Params, tokens: mx.array, block: mx.array, state: CacheState
     ) -> tuple[mx.array, CacheState]:
-        mask = masks.from_block(block, state["lengths"], _capacity(state))
+        mask = masks.from_block(block, state["lengths"], state_size(state)[1])
         return last_logits(params, tokens, mx.any(block, axis=2), mask, state)
 
     def last_logits(
@@ -141,7 +141,7 @@ def make_step(name: str, family: ModuleType, config: ModelConfig) -> StepFunctio
     def next_logits(
         params: Params, token: mx.array, active: mx.array, state: CacheState
     ) -> tuple[mx.array, CacheState]:
-        mask = masks.causal(active[:, None], state["lengths"], _capacity(state))
+        mask = masks.causal(active[:, None], state["lengths"], state_size(state)[1])
         x, state = family.hidden(config, params, token[:, None], mask, state)
         return family.unembed(config, params, x[:, 0]), state
 
@@ -199,7 +199,3 @@ def _measure(
     sizes = {"B": bucket.batch, "T": bucket.tokens, "S": bucket.capacity, "V": vocab_size, "1": 1}
     kinds = {"int32": mx.int32, "uint32": mx.uint32, "bool": mx.bool_, "float32": mx.float32}
     return tuple(sizes[axis] for axis in axes), FLOATS[dtype] if kind == "float" else kinds[kind]
-
-
-def _capacity(state: CacheState) -> int:
-    return state_size(state)[1]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from funcrt import sampling
+from funcrt import masks, sampling
 from funcrt.cache import CacheState, state_size
 from funcrt.config import ModelConfig, RopeConfig
 from funcrt.model import Model
@@ -220,3 +220,22 @@ def oracle(
         x = x + linear(gated, f"{layer}.mlp.down_proj")
     name = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
     return linear(norm(x, "model.norm"), name)
+
+
+def run_in_pieces(
+    model: Model, tokens: mx.array, sizes: Sequence[int], state: CacheState
+) -> mx.array:
+    """Logits `[T, V]` of one prompt `[1, T]` fed in calls of these sizes, eager and uncompiled."""
+    capacity = state_size(state)[1]
+    pieces = []
+    start = 0
+    for size in sizes:
+        piece = tokens[:, start : start + size]
+        mask = masks.causal(mx.ones_like(piece), state["lengths"], capacity)
+        logits, state = model.forward(model.params, piece, mask, state)
+        pieces.append(logits[0])
+        mx.eval(logits, state)
+        start += size
+    assert start == tokens.shape[1]
+    assert state["lengths"].tolist() == [start]
+    return mx.concatenate(pieces)

@@ -11,7 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import converters
-from funcrt import Model, ModelConfig, masks
+from funcrt import Model, ModelConfig
+from tests.helpers import run_in_pieces
 from tests.reference.golden import CASES, Golden, make_folder, read_golden
 
 import mlx.core as mx
@@ -25,19 +26,7 @@ Params = dict[str, mx.array]
 
 def run(model: Model, tokens: mx.array, sizes: Sequence[int], capacity: int) -> mx.array:
     """Logits `[T, V]` of the prompt fed in calls of these sizes, eager and uncompiled."""
-    state = model.init_cache(1, capacity)
-    pieces = []
-    start = 0
-    for size in sizes:
-        piece = tokens[:, start : start + size]
-        mask = masks.causal(mx.ones_like(piece), state["lengths"], capacity)
-        logits, state = model.forward(model.params, piece, mask, state)
-        pieces.append(logits[0])
-        mx.eval(logits, state)
-        start += size
-    assert start == tokens.shape[1]
-    assert state["lengths"].tolist() == [start]
-    return mx.concatenate(pieces)
+    return run_in_pieces(model, tokens, sizes, model.init_cache(1, capacity))
 
 
 def run_whole(model: Model, golden: Golden) -> mx.array:

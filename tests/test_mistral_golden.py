@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import converters
-from funcrt import BucketPlan, Engine, Model, ModelConfig, masks
+from funcrt import BucketPlan, Engine, Model, ModelConfig
 from funcrt.errors import ConfigError
+from tests.helpers import run_in_pieces
 from tests.reference.golden import MISTRAL
 
 import mlx.core as mx
@@ -47,18 +48,7 @@ def run(
     """Logits `[T, V]` of the prompt fed in calls of these sizes."""
     tokens = GOLDEN[f"{name}.tokens"][None]
     state = model.init_cache(1, capacity, max_tokens=max_tokens)
-    pieces = []
-    start = 0
-    for size in sizes:
-        piece = tokens[:, start : start + size]
-        mask = masks.causal(mx.ones_like(piece), state["lengths"], capacity)
-        logits, state = model.forward(model.params, piece, mask, state)
-        pieces.append(logits[0])
-        mx.eval(logits, state)
-        start += size
-    assert start == tokens.shape[1]
-    assert state["lengths"].tolist() == [start]
-    return mx.concatenate(pieces)
+    return run_in_pieces(model, tokens, sizes, state)
 
 
 def difference(logits: mx.array, name: str) -> float:
