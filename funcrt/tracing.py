@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable
 from typing import Any
 
 import mlx.core as mx
@@ -23,3 +25,13 @@ def read_all(*arrays: mx.array) -> list[Any] | None:
     except ValueError:  # MLX: arrays cannot be evaluated during a transformation
         return None
     return [array.tolist() for array in arrays]
+
+
+def settle(arrays: Iterable[mx.array]) -> None:
+    """Evaluate arrays, or leave them as they are while a function is traced.
+
+    What was read of a buffer has to be settled before the same buffer is written: in one graph
+    with the read, MLX would copy the whole buffer instead of writing in place.
+    """
+    with contextlib.suppress(ValueError):  # MLX: arrays cannot be evaluated in a transformation
+        mx.eval(*arrays)

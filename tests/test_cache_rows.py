@@ -243,7 +243,11 @@ def test_a_cleared_row_is_as_new(kind: str, form: str) -> None:
         (lambda s: cache.clear(s, i32(-1)), "rows are 0 to 2"),
         (lambda s: cache.insert(s, 0, s, 4), "other_row: rows are 0 to 2"),
         (lambda s: cache.insert(s, [0, 1], s, 2), "one row at a time"),
-        (lambda s: cache.insert(s, 0, cache.grow(s, 64), 1), "64 slots, this one 48: grow it"),
+        (lambda s: cache.shrink(s, 64), "from 2 to 48, the present, got 64"),
+        (lambda s: cache.shrink(s, 1), "from 2 to 48, the present, got 1"),
+        (lambda s: cache.join([]), "at least one state"),
+        (lambda s: cache.join([s, {}]), "do not have the same arrays"),
+        (lambda s: cache.join([s, cache.grow(s, 64)]), "grow or shrink them to one capacity"),
         (lambda s: cache.insert(s, 0, empty("ring"), 1), "does not have the same arrays"),
         (lambda s: cache.insert(s, 0, empty("kv8"), 1), "does not have the same arrays"),
         (
@@ -621,3 +625,28 @@ def test_window_is_what_the_ring_was_made_for() -> None:
     assert model_of("ring").init_cache(1, 48, max_tokens=TOKENS)["layers.0.ring_keys"].shape[2] == (
         WINDOW + TOKENS
     )
+
+
+# --- states of other sizes ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_shrink_and_join_keep_what_rows_hold(kind):
+    """Rows cut to fewer slots, joined in another order and grown again go on as before."""
+    model = model_of(kind)
+    small = cache.shrink(filled(kind), 32)
+    assert cache.state_size(small) == (BATCH, 32)
+    rows = [cache.select(small, row) for row in (2, 0)]
+    joined = cache.join([*rows, cache.select(empty(kind, capacity=32), 0)])
+    assert cache.state_size(joined) == (3, 24)
+    logits, _ = feed(model, cache.grow(joined, CAPACITY), NEXT, NEXT, NEXT)
+    expected, _ = feed(model, filled(kind), NEXT, NEXT, NEXT)
+    fresh_row = feed(model, empty(kind), NEXT, NEXT, NEXT)[0][2]
+    for ours, theirs in zip(logits, (expected[2], expected[0], fresh_row), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert cache.join([small]) is small
+    assert cache.shrink(small, 32) is small
+    with pytest.raises(CacheError, match="a row holds 25 tokens, capacity 24 has room for 23"):
+        cache.shrink(small, 24)
+    with pytest.raises(CacheError, match="has room for 1"):
+        cache.insert(empty(kind, capacity=2), 0, small, 1)

@@ -36,7 +36,7 @@ from funcrt.cache.placement import (
     unpack,
 )
 from funcrt.cache.rollback import can_trim, keep, restore, snapshot, trim
-from funcrt.cache.rows import clear, fork, grow, insert, reset, select
+from funcrt.cache.rows import clear, fork, grow, insert, join, reset, select, shrink
 
 __all__ = [
     "FULL",
@@ -58,6 +58,7 @@ __all__ = [
     "grow",
     "init_cache",
     "insert",
+    "join",
     "keep",
     "kind_of",
     "layout_of",
@@ -70,6 +71,7 @@ __all__ = [
     "row_entries",
     "save",
     "select",
+    "shrink",
     "snapshot",
     "state_bytes",
     "state_size",

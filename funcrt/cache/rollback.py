@@ -7,9 +7,9 @@ caller while a function is traced.
 from __future__ import annotations
 
 from funcrt.cache.layout import CacheState, kind_of, slot_axis, state_size
-from funcrt.cache.rows import Rows, as_integers, per_row, settle
+from funcrt.cache.rows import Rows, as_integers, per_row
 from funcrt.errors import CacheError
-from funcrt.tracing import read
+from funcrt.tracing import read, settle
 
 import mlx.core as mx
 

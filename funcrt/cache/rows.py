@@ -9,12 +9,11 @@ state. Within a traced function `fork` copies the state, since it reads what it 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from funcrt.cache.layout import CacheState, kind_of, slot_axis, state_size
 from funcrt.errors import CacheError
-from funcrt.tracing import read
+from funcrt.tracing import read, settle
 
 import mlx.core as mx
 
@@ -57,6 +56,51 @@ def _with_slots(name: str, array: mx.array, used: int, capacity: int) -> mx.arra
     shape[axis] = capacity - used
     kept = array[:, :used] if axis == 1 else array[:, :, :used]
     return mx.concatenate([kept, mx.zeros(shape, array.dtype)], axis=axis)
+
+
+def shrink(state: CacheState, capacity: int) -> CacheState:
+    """The same contents with fewer slots; rings and recurrent states stay as they are.
+
+    Raises:
+        CacheError: `capacity` is above the present one, below 2, or too small for a row.
+    """
+    old = state_size(state)[1]
+    if capacity == old:
+        return state
+    if not 2 <= capacity < old:
+        raise CacheError(
+            f"shrink: expected a capacity from 2 to {old}, the present, got {capacity}"
+        )
+    longest = read(mx.max(state["lengths"]))
+    if longest is not None and longest > capacity - 1:
+        raise CacheError(
+            f"shrink: a row holds {longest} tokens, capacity {capacity} has room for {capacity - 1}"
+        )
+    return {name: _with_slots(name, array, capacity - 1, capacity) for name, array in state.items()}
+
+
+def join(states: Sequence[CacheState]) -> CacheState:
+    """The rows of several states of one model, one after another, as one state.
+
+    Raises:
+        CacheError: no state, states of different models, or of different capacities.
+    """
+    if not states:
+        raise CacheError("join: expected at least one state")
+    first = states[0]
+    for other in states[1:]:
+        if other.keys() != first.keys():
+            raise CacheError("join: the states do not have the same arrays")
+        for name, array in first.items():
+            if other[name].shape[1:] != array.shape[1:] or other[name].dtype != array.dtype:
+                raise CacheError(
+                    f"join: {name} is {array.dtype} {list(array.shape[1:])} in one state, "
+                    f"{other[name].dtype} {list(other[name].shape[1:])} in another: grow or shrink "
+                    "them to one capacity"
+                )
+    if len(states) == 1:
+        return first
+    return {name: mx.concatenate([state[name] for state in states]) for name in first}
 
 
 def fork(state: CacheState, source_row: Rows, target_row: Rows) -> CacheState:
@@ -103,24 +147,22 @@ def insert(state: CacheState, row: Rows, other: CacheState, other_row: Rows) -> 
     Args:
         state: any state.
         row: the row to replace.
-        other: a state with the same arrays; it may have another batch, and fewer slots.
+        other: a state with the same arrays; it may have another batch, and another capacity.
         other_row: the row of `other` to copy.
 
     Raises:
-        CacheError: rows out of range, states of different models, more slots than here.
+        CacheError: rows out of range, states of different models, a row that does not fit.
     """
     if state.keys() != other.keys():
         raise CacheError("insert: the other state does not have the same arrays")
-    capacity, other_capacity = state_size(state)[1], state_size(other)[1]
-    if other_capacity > capacity:
-        raise CacheError(
-            f"insert: the other state has {other_capacity} slots, this one {capacity}: grow it"
-        )
+    capacity = state_size(state)[1]
     target = as_rows(row, _batch(state), "row")
     source = as_rows(other_row, _batch(other), "other_row")
     if target.size != 1 or source.size != 1:
         raise CacheError("insert: one row at a time")
-    moved = grow(select(other, source), capacity)
+    moved = select(other, source)
+    resize = grow if state_size(other)[1] < capacity else shrink
+    moved = resize(moved, capacity)
     for name, array in state.items():
         if array.shape[1:] != moved[name].shape[1:] or array.dtype != moved[name].dtype:
             raise CacheError(
@@ -209,13 +251,3 @@ def as_integers(numbers: Rows, name: str) -> mx.array:
     if not mx.issubdtype(numbers.dtype, mx.integer):
         raise CacheError(f"{name}: expected integers, got {numbers.dtype}")
     return numbers.astype(mx.int32)
-
-
-def settle(arrays: Iterable[mx.array]) -> None:
-    """Evaluate what was read of a buffer, before the same buffer is written.
-
-    In one graph with the read, MLX would copy the whole buffer instead of writing in place. Does
-    nothing while a function is traced.
-    """
-    with contextlib.suppress(ValueError):  # MLX: arrays cannot be evaluated in a transformation
-        mx.eval(*arrays)
