@@ -19,6 +19,7 @@ from funcrt.cache import (
 from funcrt.errors import CapacityError, InputError
 from funcrt.flat import FlatFunction
 from funcrt.masks import from_block
+from funcrt.sampling import Sampled
 from funcrt.steps import STEPS, input_shape
 
 import mlx.core as mx
@@ -114,30 +115,74 @@ class Compiled:
         active: mx.array,
         settings: Mapping[str, mx.array],
         state: CacheState,
-    ) -> tuple[mx.array, mx.array, mx.array, CacheState]:
-        """One token per row: int32 and bool `[B]` -> next tokens, logprobs, finite, new state."""
-        inputs = [token, active, *(settings[name] for name in sampling.SETTING_NAMES)]
-        (tokens, logprobs, finite), state = self._stateful("decode", 1, inputs, state)
-        return tokens, logprobs, finite, state
+    ) -> tuple[Sampled, CacheState]:
+        """One token per row: int32 and bool `[B]` -> what comes next, and the new state.
+
+        The result has the raw logits, and the history with the new tokens of active rows.
+        """
+        inputs = [token, active, *_values(settings)]
+        results, state = self._stateful("decode", 1, inputs, state)
+        return _sampled("decode", results), state
 
     def decode_greedy(
         self, token: mx.array, active: mx.array, state: CacheState
-    ) -> tuple[mx.array, mx.array, mx.array, CacheState]:
-        """`decode` at temperature 0 for every row, without the cost of sampling."""
-        (tokens, logprobs, finite), state = self._stateful(
-            "decode_greedy", 1, [token, active], state
-        )
-        return tokens, logprobs, finite, state
+    ) -> tuple[Sampled, CacheState]:
+        """`decode` at temperature 0 with nothing else set, without its cost or history."""
+        results, state = self._stateful("decode_greedy", 1, [token, active], state)
+        return _sampled("decode_greedy", results), state
+
+    def verify(
+        self,
+        tokens: mx.array,
+        valid: mx.array,
+        settings: Mapping[str, mx.array],
+        state: CacheState,
+    ) -> tuple[Sampled, CacheState]:
+        """Several steps of `decode` in one call, as far as guesses are right.
+
+        The text is token for token what `decode` would have made of it. A row's new tokens are
+        those at its first `accepted + 1` real places; the state and the history are as if only
+        they had been decoded.
+
+        Args:
+            tokens: int32 `[B,T]`, T from 2 to 16: at the real places of a row the token that
+                `decode` would be given, then a guess for each token after it.
+            valid: `[B,T]` of any dtype, nonzero = real. An idle row has none, a row without
+                guesses one.
+            settings: as `make_settings` returns them.
+            state: the cache state, with room for all real tokens, wrong guesses too.
+        """
+        inputs = [tokens, valid != 0, *_values(settings)]
+        results, state = self._stateful("verify", _tokens_of(tokens), inputs, state)
+        return _sampled("verify", results), state
+
+    def verify_greedy(
+        self, tokens: mx.array, valid: mx.array, state: CacheState
+    ) -> tuple[Sampled, CacheState]:
+        """`verify` for `decode_greedy`."""
+        inputs = [tokens, valid != 0]
+        results, state = self._stateful("verify_greedy", _tokens_of(tokens), inputs, state)
+        return _sampled("verify_greedy", results), state
 
     def sample(
         self, logits: mx.array, positions: mx.array, settings: Mapping[str, mx.array]
-    ) -> tuple[mx.array, mx.array, mx.array]:
-        """Logits `[B,V]`, int32 `[B]` positions of the new tokens -> tokens, logprobs, finite."""
-        inputs = [logits, positions, *(settings[name] for name in sampling.SETTING_NAMES)]
-        bucket = Bucket(logits.shape[0], 1, 0)
-        self._check_inputs("sample", bucket, inputs)
-        tokens, logprobs, finite = self._call("sample", bucket, inputs)
-        return tokens, logprobs, finite
+    ) -> Sampled:
+        """Logits `[B,V]`, int32 `[B]` positions of the new tokens -> what every row chooses.
+
+        The history counts the new tokens of all rows.
+        """
+        inputs = [logits, positions, *_values(settings)]
+        return _sampled("sample", self._stateless("sample", inputs))
+
+    def top(self, logits: mx.array) -> tuple[mx.array, mx.array]:
+        """Logits `[B,V]` -> ids and logprobs `[B,N]` of the N = min(20, V) likeliest tokens."""
+        ids, logprobs = self._stateless("top", [logits])
+        return ids, logprobs
+
+    def _stateless(self, name: str, inputs: list[mx.array]) -> Sequence[mx.array]:
+        bucket = Bucket(inputs[0].shape[0] if inputs[0].ndim else 0, 1, 0)
+        self._check_inputs(name, bucket, inputs)
+        return self._call(name, bucket, inputs)
 
     def _stateful(
         self, name: str, tokens: int, inputs: list[mx.array], state: CacheState
@@ -200,11 +245,22 @@ class Compiled:
         # States without slots have one capacity, whatever the plan says of the others.
         has_slots = step.has_state and any("S" in entry.shape for entry in self.cache_spec)
         self.plan.check(bucket.batch, bucket.capacity if has_slots else None)
-        if step.prefills and bucket.tokens not in self.plan.tokens:
+        sizes = step.choose_sizes(self.plan.tokens)
+        if bucket.tokens not in sizes:
             raise CapacityError(
                 f"{name} of {bucket.tokens} tokens is not declared; "
-                f"declared: {', '.join(map(str, self.plan.tokens))}"
+                f"declared: {', '.join(map(str, sizes)) or 'none of the sizes that it takes'}"
             )
+
+
+def _values(settings: Mapping[str, mx.array]) -> list[mx.array]:
+    if missing := [name for name in sampling.SETTING_INPUTS if name not in settings]:
+        raise InputError(f"settings: {missing[0]} is missing; funcrt.sampling makes all of them")
+    return [settings[name] for name in sampling.SETTING_INPUTS]
+
+
+def _sampled(name: str, results: Sequence[mx.array]) -> Sampled:
+    return Sampled(**dict(zip(STEPS[name].outputs, results, strict=True)))
 
 
 def _tokens_of(tokens: mx.array) -> int:

@@ -151,11 +151,7 @@ class Engine:
             raise InputError(f"unknown option {unknown[0]!r}; known: stop, {', '.join(known)}")
         limits = _per_prompt("max_tokens", options.get("max_tokens", 128), len(ids))
         chosen: dict[str, Any] = {k: v for k, v in options.items() if k != "max_tokens"}
-        settings = sampling.make_settings(len(ids), **chosen)
-        rows = [
-            dict(zip(settings, row, strict=True))
-            for row in zip(*map(_values, settings.values()), strict=True)
-        ]
+        rows = sampling.split_settings(len(ids), self.model.vocab_size, **chosen)
         return [self._request(i, prompt, limits[i], rows[i], stops) for i, prompt in enumerate(ids)]
 
     def _request(
@@ -284,10 +280,10 @@ class _Rows:
             self.requests[row] = waiting.popleft()
             self.lengths[row] = 0
         self.state = cache.reset(self.state, admitted)
-        idle = {name: _values(row)[0] for name, row in sampling.make_settings(1).items()}
+        vocab = self.compiled.vocab_size
+        idle = sampling.check_settings(vocab)
         rows = [idle if request is None else request.settings for request in self.requests]
-        chosen: dict[str, Any] = {name: [row[name] for row in rows] for name in idle}
-        self.settings = sampling.make_settings(self.batch, **chosen)
+        self.settings = sampling.stack_settings(rows, vocab)
 
     def prefill(self) -> Iterator[Chunk]:
         """One chunk of every prompt that is not in the cache yet."""
@@ -327,21 +323,21 @@ class _Rows:
         token = mx.array(self.tokens, dtype=mx.int32)
         active = mx.array([i in rows for i in range(self.batch)])
         if _greedy(rows):
-            *results, self.state = self.compiled.decode_greedy(token, active, self.state)
+            chosen, self.state = self.compiled.decode_greedy(token, active, self.state)
         else:
-            *results, self.state = self.compiled.decode(token, active, self.settings, self.state)
+            chosen, self.state = self.compiled.decode(token, active, self.settings, self.state)
         for i in rows:
             self.lengths[i] += 1
-        values = self._read(results)
+        values = self._read(chosen[:3])
         self.stats.decode_tokens += len(rows)
         self.stats.decode_seconds += time.perf_counter() - begin
         yield from self._take(rows, values)
 
     def _sample(self, logits: mx.array, rows: dict[int, _Request]) -> list[list[Any]]:
         if _greedy(rows):
-            return self._read(sampling.greedy(logits))
+            return self._read(sampling.greedy(logits)[:3])
         positions = mx.array(self.lengths, dtype=mx.int32)
-        return self._read(self.compiled.sample(logits, positions, self.settings))
+        return self._read(self.compiled.sample(logits, positions, self.settings)[:3])
 
     def _read(self, results: Iterable[mx.array]) -> list[list[Any]]:
         results = list(results)

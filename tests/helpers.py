@@ -148,9 +148,9 @@ def generate_plain(model: Model, prompt: Sequence[int], count: int, **settings: 
     tokens = list(prompt)
     for _ in range(count):
         last = run_plain(model, tokens)[0][-1:]
-        row = sampling.make_settings(1, **settings)
+        row = sampling.make_settings(1, model.vocab_size, **settings)
         position = mx.array([len(tokens)])
-        drawn = sampling.sample(mx.array(last.astype(np.float32)), row, position)[0].item()
+        drawn = sampling.sample(mx.array(last.astype(np.float32)), row, position).tokens.item()
         tokens.append(drawn if settings else int(last.argmax()))
     return tokens[len(prompt) :]
 

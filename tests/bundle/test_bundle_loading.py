@@ -51,9 +51,9 @@ logits, state = bundle([long, pad + short], mask)
 functions = bundle.functions
 token = mx.argmax(logits[:, -1], axis=-1).astype(mx.int32)
 active = mx.array([True, True])
-first, _, _, state = functions.decode_greedy(token, active, state)
-settings = sampling.make_settings(2, temperature=1.0, seed=7)
-second, logprobs, finite, state = functions.decode(first, active, settings, state)
+(first, *_), state = functions.decode_greedy(token, active, state)
+settings = sampling.make_settings(2, bundle.vocab_size, temperature=1.0, seed=7)
+(second, logprobs, finite, *_), state = functions.decode(first, active, settings, state)
 results = {"logits": logits, "token": token, "first": first, "second": second,
            "logprobs": logprobs, "finite": finite, **state}
 mx.save_safetensors(sys.argv[2], results)
@@ -243,7 +243,7 @@ def test_inputs_are_not_changed(bundle: Bundle) -> None:
     _, state = bundle([LONG, LONG])
     before = {name: mx.array(to_numpy(array)).astype(array.dtype) for name, array in state.items()}
     token, active = mx.array([3, 4], mx.int32), mx.array([True, True])
-    bundle.functions.decode(token, active, make_settings(2, temperature=1.0), state)
+    bundle.functions.decode(token, active, make_settings(2, bundle.vocab_size, temperature=1.0), state)
     assert_same(state, before)
 
 
