@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from funcrt import cache, masks
@@ -41,6 +41,16 @@ class CallForm(ABC):
     @abstractmethod
     def eos_token_ids(self) -> tuple[int, ...]:
         """The ids that end a text: the tokenizer's, or those of the config where there is none."""
+
+    @property
+    @abstractmethod
+    def config_values(self) -> Mapping[str, Any]:
+        """The model's config as plain values: sizes, dtype."""
+
+    @property
+    @abstractmethod
+    def weight_bytes(self) -> tuple[int, int]:
+        """Bytes of the prepared weights, and of stored ones that live beside them."""
 
     @abstractmethod
     def init_cache(self, batch: int, capacity: int) -> CacheState:

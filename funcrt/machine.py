@@ -16,9 +16,14 @@ def available_memory() -> int:
     return free or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def is_on_gpu() -> bool:
+    """Whether MLX's default device is a GPU."""
+    return mx.default_device().type == mx.DeviceType.gpu
+
+
 def peak_memory() -> int:
     """Most bytes used so far: by the process on CPU, by MLX's allocator on a GPU."""
-    if mx.default_device().type == mx.DeviceType.gpu:
+    if is_on_gpu():
         return mx.get_peak_memory()
     # Not ru_maxrss, which begins at the size of the process that started this one.
     peak = _read_proc("/proc/self/status", "VmHWM:")

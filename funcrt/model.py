@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from funcrt import cache, models, steps, storage
 from funcrt import params as weights
@@ -165,6 +166,22 @@ class Model(CallForm):
         ready = self.prepare(self.params)
         weights.evaluate_singly(ready.values())
         return ready
+
+    @property
+    def config_values(self) -> Mapping[str, Any]:
+        """The config as plain values."""
+        return self.config.to_dict()
+
+    @property
+    def weight_bytes(self) -> tuple[int, int]:
+        """Bytes of the prepared weights, and of stored ones that live beside them."""
+        ready = self.prepare(self.params)  # lazy: only shapes and dtypes are looked at
+        kept = sum(
+            array.nbytes
+            for name, array in self.params.items()
+            if name not in ready or ready[name].dtype != array.dtype
+        )
+        return sum(array.nbytes for array in ready.values()), kept
 
     def compiled(
         self, plan: BucketPlan | None = None, kv_bits: int | None = None, eager: bool = False

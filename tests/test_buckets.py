@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 from funcrt import Bucket, BucketPlan, masks, sampling
-from funcrt.buckets import default_plan
+from funcrt.buckets import choose_overhead, default_plan
 from funcrt.cache import CacheState, init_cache
 from funcrt.compiled import Compiled
 from funcrt.errors import CacheError, CapacityError, InputError
@@ -89,6 +90,82 @@ def test_the_default_plan_holds_every_position(positions):
     assert plan.choose_capacity(positions) >= positions + 1
     assert plan.capacity[-1] < 4 * max(positions, 128)
     assert 1 in plan.batch
+
+
+def test_the_default_plan_has_room_for_rows_tails_and_guesses():
+    plan = default_plan(2048)
+    assert plan.batch == (1, 2, 4, 8, 16)
+    assert plan.tokens == (4, 16, 64, 256)
+
+
+def cost_of(chunks: Sequence[int], overhead: int) -> int:
+    return sum(chunk + overhead for chunk in chunks)
+
+
+def cut(plan: BucketPlan, pending: int, overhead: int) -> list[int]:
+    chunks = []
+    while pending > 0:
+        chunks.append(plan.choose_chunk(pending, overhead))
+        pending -= chunks[-1]
+    return chunks
+
+
+def cheapest(tokens: Sequence[int], pending: int, overhead: int) -> int:
+    """Brute force: every multiset of chunks that covers `pending`, none of them needlessly."""
+    largest, *rest = sorted(tokens, reverse=True)
+    if not rest:
+        return -(-pending // largest) * (largest + overhead)
+    counts = range(-(-pending // largest) + 1)
+    return min(
+        n * (largest + overhead)
+        + (cheapest(rest, pending - n * largest, overhead) if pending > n * largest else 0)
+        for n in counts
+    )
+
+
+@pytest.mark.parametrize("tokens", [(1,), (4, 16, 64), (2, 8, 16), (3, 5), (6, 10, 15), (4, 6, 9)])
+@pytest.mark.parametrize("overhead", [0, 1, 10, 128])
+def test_chunks_are_the_cheapest_cut_with_the_largest_first(tokens, overhead):
+    plan = BucketPlan(batch=1, tokens=tokens, capacity=8)
+    for pending in [*range(1, 40), 63, 64, 65, 77, 100, 131, 150]:
+        chunks = cut(plan, pending, overhead)
+        assert cost_of(chunks, overhead) == cheapest(tokens, pending, overhead)
+        assert chunks == sorted(chunks, reverse=True)
+        assert sum(chunks[:-1]) < pending
+
+
+def test_chunks_weigh_padding_against_calls():
+    plan = default_plan(2048)
+    assert cut(plan, 39, 10) == [64]  # three of 16 would be two more calls
+    assert cut(plan, 21, 10) == [16, 16]
+    assert cut(plan, 21, 0) == [16, 4, 4]
+    assert cut(plan, 20, 1) == [16, 4]
+    assert cut(plan, 65, 128) == [64, 4]
+    assert cut(plan, 190, 128) == [256]
+    assert cut(plan, 300, 10) == [256, 64]
+
+
+@pytest.mark.parametrize("tokens", [(4, 16, 64, 256), (3, 7, 512), (2047, 4096)])
+def test_long_prompts_are_cut_at_once(tokens):
+    plan = BucketPlan(batch=1, tokens=tokens, capacity=8)
+    chunks = cut(plan, 100_000, 10)
+    assert sum(chunks) >= 100_000 > sum(chunks[:-1])
+    assert chunks.count(tokens[-1]) >= 100_000 // tokens[-1] - 1
+
+
+@pytest.mark.parametrize("pending", [0, -1, 1.0, True])
+def test_chunks_of_nothing_are_refused(pending):
+    with pytest.raises(InputError, match="pending: expected an integer >= 1"):
+        PLAN.choose_chunk(pending, 10)
+    with pytest.raises(InputError, match="overhead: expected an integer >= 0, got -1"):
+        PLAN.choose_chunk(1, -1)
+
+
+def test_a_call_costs_more_beside_its_tokens_on_a_gpu(monkeypatch):
+    monkeypatch.setattr("funcrt.machine.is_on_gpu", lambda: False)
+    assert choose_overhead() == 10
+    monkeypatch.setattr("funcrt.machine.is_on_gpu", lambda: True)
+    assert choose_overhead() == 128
 
 
 # --- compiled -------------------------------------------------------------------------------------

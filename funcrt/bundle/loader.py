@@ -5,15 +5,19 @@ Neither the models' code nor converters are imported here.
 
 from __future__ import annotations
 
+import math
 import tempfile
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from funcrt import cache
 from funcrt.buckets import Bucket, BucketPlan
 from funcrt.bundle import checks
 from funcrt.bundle.manifest import FunctionEntry, Manifest, describe_arrays
 from funcrt.cache import CacheState
+from funcrt.cache.layout import DTYPES
 from funcrt.calling import CallForm
 from funcrt.compiled import Compiled
 from funcrt.errors import BundleError, CapacityError, InputError, SourceError, TextError
@@ -130,6 +134,17 @@ class Bundle(CallForm):
             raise BundleError(f"{self.folder}: {entry.file} returns other weights than listed")
         self._stored = {}  # not held beside what is made of them
         return list(made)
+
+    @property
+    def config_values(self) -> Mapping[str, Any]:
+        """The exported model's config as plain values."""
+        return self.manifest.model
+
+    @property
+    def weight_bytes(self) -> tuple[int, int]:
+        """Bytes of the prepared weights; of the stored ones nothing stays."""
+        specs = self.manifest.params.prepared[self.device]
+        return sum(math.prod(spec.shape) * DTYPES[spec.dtype].size for spec in specs), 0
 
     def init_cache(self, batch: int, capacity: int) -> CacheState:
         """An empty cache state. Raises CapacityError unless both sizes are declared."""
