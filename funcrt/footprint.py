@@ -1,0 +1,147 @@
+"""Memory of a model before anything runs: its weights, its cache states and one call.
+
+The sizes of arrays that live are exact. What a call needs besides is an upper bound that was fitted
+to peaks of MLX's CPU backend (float32 and float16; full, ring and packed caches; eager and
+compiled): a compiled call takes 0.9 to 1.5 of it, an eager one down to 0.5. MLX keeps freed buffers
+for later calls; they are not counted here, and `mx.set_cache_limit` bounds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from funcrt.cache.layout import DTYPES, FULL, CacheSpec, attention_entries, state_bytes
+from funcrt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from funcrt.calling import CallForm
+
+_SIZES = (
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "hidden_size",
+    "intermediate_size",
+    "vocab_size",
+)
+_SAMPLED = 14  # float32 arrays [B, V] that live at once where a call draws tokens
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes that a model takes, by shape.
+
+    Attributes:
+        params: prepared weights, which every call reads.
+        stored: weights as stored that a `Model` keeps beside them; 0 for a bundle.
+        cache_spec: the arrays of a cache state.
+        num_heads: H.
+        num_kv_heads: K.
+        head_dim: D.
+        hidden_size: E.
+        intermediate_size: F.
+        vocab_size: V.
+        value_bytes: of one activation.
+    """
+
+    params: int
+    stored: int
+    cache_spec: CacheSpec
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    value_bytes: int
+
+    @classmethod
+    def of(cls, model: CallForm, cache_spec: CacheSpec) -> Footprint:
+        """The footprint of a model or a bundle whose states are laid out like `cache_spec`.
+
+        Nothing is evaluated: the weights of a bundle that is only opened stay on disk.
+
+        Raises ConfigError for a model whose config lacks one of the sizes.
+        """
+        config = model.config_values
+        params, stored = model.weight_bytes
+        sizes = {name: _size(config, name) for name in _SIZES}
+        dtype = DTYPES[str(config.get("dtype", "float32"))]
+        return cls(params, stored, cache_spec, **sizes, value_bytes=dtype.size)
+
+    @property
+    def weights(self) -> int:
+        """All weights that live."""
+        return self.params + self.stored
+
+    def state(self, batch: int, capacity: int) -> int:
+        """A cache state of B rows and S slots: what `init_cache` allocates."""
+        return state_bytes(self.cache_spec, batch, capacity)
+
+    def call(self, batch: int, tokens: int, capacity: int, step: str | None = None) -> int:
+        """The most that one call allocates beside weights and state, outputs included.
+
+        Layers need two rounds of scores `[B, H, T, S]` (read and written at once), the mask and
+        its inputs, and the activations of about two layers, since MLX runs ahead of what it frees.
+
+        Args:
+            batch: B.
+            tokens: T.
+            capacity: S.
+            step: a name of `funcrt.steps.STEPS`; None takes `prefill`, or `decode` for one token.
+        """
+        step = step or ("decode" if tokens == 1 else "prefill")
+        places = batch * tokens
+        drawn = places if step.startswith(("forward", "verify")) else batch
+        logits = drawn * self.vocab_size * 4
+        if step in ("sample", "top"):
+            return _SAMPLED * logits
+        wide = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        values = 7 * self.hidden_size + 6 * self.intermediate_size + 6 * wide
+        activations = places * values * self.value_bytes
+        scores = places * 2 * self.num_heads * self._columns(capacity) * self.value_bytes
+        layers = scores + places * 3 * capacity + activations + logits
+        if step in ("decode", "verify"):
+            # Scores are gone when tokens are drawn, what stands between layers may not be.
+            return max(layers, activations + _SAMPLED * logits)
+        return layers
+
+    def total(self, batch: int, tokens: int, capacity: int) -> int:
+        """Weights, and one call with the state before it and room to move it to another bucket."""
+        moved = 2 * self.state(batch, capacity)
+        call = max(self.call(batch, t, capacity) for t in {1, tokens})
+        return self.weights + moved + call
+
+    def _columns(self, capacity: int) -> int:
+        """Slots of the layer that looks at most of them."""
+        sizes = [
+            capacity if "S" in entry.shape else int(entry.shape[2])
+            for entry in self.cache_spec
+            if entry.kind in ("full", "quantized", "latent", "ring")
+        ]
+        return max(sizes, default=0)
+
+
+def _size(config: Mapping[str, Any], name: str) -> int:
+    value = config.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(
+            f"cannot tell this model's memory: its config has no {name} (found {value!r})"
+        )
+    return value
+
+
+def llama_8b() -> Footprint:
+    """What stands for a model that is not known: an 8B llama in bfloat16, 128 KiB per token.
+
+    Sizes as released with Llama 3 (arXiv:2407.21783, table 3): 16.1 GB of weights.
+    """
+    spec = tuple(
+        entry for i in range(32) for entry in attention_entries(i, 8, 128, "bfloat16", FULL)
+    )
+    return Footprint(
+        params=16_060_522_496, stored=0, cache_spec=spec, num_heads=32, num_kv_heads=8,
+        head_dim=128, hidden_size=4096, intermediate_size=14336, vocab_size=128256, value_bytes=2,
+    )  # fmt: skip

@@ -1,0 +1,150 @@
+"""Memory foretold, compared with what MLX's allocator counts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cache
+
+from funcrt import BucketPlan, sampling
+from funcrt.cache import CacheLayout, init_cache
+from funcrt.errors import ConfigError
+from funcrt.footprint import Footprint, llama_8b
+from funcrt.machine import is_on_gpu
+from funcrt.model import Model
+from funcrt.models.llama import param_spec
+from tests.helpers import TINY, make_model, make_params
+
+import mlx.core as mx
+import pytest
+
+model_of = cache(make_model)
+SHAPES = [(1, 4, 512), (1, 64, 512), (1, 256, 1024), (4, 16, 2048), (16, 4, 256), (8, 1, 1024)]
+FEW = SHAPES[2:4] + SHAPES[-1:]  # each compiled shape may cost seconds of g++
+
+cpu_only = pytest.mark.skipif(is_on_gpu(), reason="fitted to the CPU backend")
+
+
+def footprint_of(model: Model, batch: int, tokens: int, capacity: int) -> Footprint:
+    plan = BucketPlan(batch=batch, tokens=tokens, capacity=capacity)
+    return Footprint.of(model, model.compiled(plan).cache_spec)
+
+
+def measure(model: Model, step: str, shape: tuple[int, int, int], eager: bool) -> int:
+    """Bytes that one call of a step takes at most beside weights, inputs and state."""
+    batch, tokens, capacity = shape
+    plan = BucketPlan(batch=batch, tokens=tokens, capacity=capacity)
+    compiled = model.compiled(plan, eager=eager)
+    ids = mx.zeros((batch, tokens), mx.int32)
+    inputs = {
+        "forward": [ids, mx.ones((batch, 1, tokens, capacity), mx.bool_)],
+        "prefill": [ids, ids == 0],
+        "decode_greedy": [ids[:, 0], ids[:, 0] == 0],
+    }
+    if step == "decode":
+        settings = sampling.make_settings(batch, model.vocab_size, temperature=1.0)
+        inputs[step] = [*inputs["decode_greedy"], settings]
+    state = compiled.init_cache(batch, capacity)
+    peaks = []
+    for _ in range(3):
+        mx.eval(inputs, state)
+        mx.synchronize()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        *outputs, state = getattr(compiled, step)(*inputs[step], state)
+        mx.eval(outputs, state)
+        peaks.append(mx.get_peak_memory() - before)
+        del outputs
+    return max(peaks)
+
+
+@cpu_only
+@pytest.mark.parametrize(
+    ("shape", "eager"),
+    [(shape, True) for shape in SHAPES] + [(shape, False) for shape in FEW],
+    ids=str,
+)
+def test_a_call_takes_what_was_foretold(shape: tuple[int, int, int], eager: bool) -> None:
+    """At least 90 % of the peak, at most about twice."""
+    model = model_of("float32")
+    steps = ["decode", "decode_greedy"] if shape[1] == 1 else ["prefill", "forward"]
+    for step in steps:
+        foretold = footprint_of(model, *shape).call(*shape, step)
+        measured = measure(model, step, shape, eager)
+        assert 0.9 * measured <= foretold <= 2.1 * measured, step
+
+
+@cpu_only
+@pytest.mark.parametrize("kind", ["float16", "affine"])
+def test_other_weights_take_what_was_foretold(kind: str) -> None:
+    model, shape = model_of(kind), (1, 64, 1024)
+    foretold = footprint_of(model, *shape).call(*shape)
+    assert 0.9 * (measured := measure(model, "prefill", shape, True)) <= foretold <= 2.1 * measured
+
+
+@cpu_only
+def test_a_ring_is_looked_at_instead_of_the_capacity() -> None:
+    model = model_of("float32", model_type="mistral", sliding_window=128)
+    shape = (1, 64, 2048)
+    foretold = footprint_of(model, *shape).call(*shape)
+    assert foretold < footprint_of(model_of("float32"), *shape).call(*shape) / 2
+    assert 0.9 * (measured := measure(model, "prefill", shape, True)) <= foretold <= 2.1 * measured
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "affine"])
+def test_weights_are_counted_exactly(kind: str) -> None:
+    model = make_model(kind)
+    footprint = Footprint.of(model, model.cache_spec(CacheLayout()))
+    assert "prepared" not in vars(model)  # nothing was made to count it
+    assert footprint.params == sum(array.nbytes for array in model.prepared.values())
+    living = {
+        (name, array.dtype): array.nbytes
+        for params in (model.params, model.prepared)
+        for name, array in params.items()
+    }
+    assert footprint.weights == sum(living.values())
+
+
+def test_states_are_counted_exactly() -> None:
+    model = model_of("float32", head_dim=32)
+    for layout in (CacheLayout(), CacheLayout(kv_bits=8)):
+        spec = model.cache_spec(layout)
+        state = init_cache(spec, 3, 40)
+        bytes_ = sum(array.nbytes for array in state.values())
+        assert Footprint.of(model, spec).state(3, 40) == bytes_
+
+
+def test_a_call_grows_with_each_of_its_sizes() -> None:
+    footprint = llama_8b()
+    base = footprint.call(2, 16, 512)
+    assert base < footprint.call(4, 16, 512)
+    assert base < footprint.call(2, 64, 512)
+    assert base < footprint.call(2, 16, 1024)
+    logits = 2 * 128256 * 4
+    assert footprint.call(2, 16, 512, "verify_greedy") == base + 15 * logits
+    assert footprint.call(2, 16, 512, "verify") > footprint.call(2, 16, 512, "verify_greedy")
+    assert footprint.call(2, 1, 512) >= footprint.call(2, 1, 512, "decode_greedy")
+    assert footprint.total(2, 16, 512) == (
+        footprint.weights + 2 * footprint.state(2, 512) + max(base, footprint.call(2, 1, 512))
+    )
+
+
+def test_the_default_is_an_8b_llama() -> None:
+    footprint = llama_8b()
+    assert footprint.state(1, 513) - footprint.state(1, 512) == 128 * 1024
+    config = replace(
+        TINY, vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=32,
+        num_heads=32, num_kv_heads=8, head_dim=128,
+    )  # fmt: skip
+    assert footprint.params == 2 * sum(map(math.prod, param_spec(config).values()))
+
+
+def test_a_config_without_sizes_is_refused() -> None:
+    class Strange(Model):
+        @property
+        def config_values(self) -> dict[str, object]:
+            return {**super().config_values, "intermediate_size": None}
+
+    model = Strange(TINY, make_params(TINY))
+    with pytest.raises(ConfigError, match=r"no intermediate_size \(found None\)"):
+        Footprint.of(model, model.cache_spec(CacheLayout()))
