@@ -15,7 +15,7 @@ MIN_PYTHON := import sys; sys.exit(sys.version_info < (3, 10))
 CANDIDATES := python3 python3.13 python3.12 python3.11 python3.10 python
 PYTHON ?= $(shell for p in $(CANDIDATES); do $$p -c '$(MIN_PYTHON)' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help demo test test-long lint format bench reference pins clean
+.PHONY: help demo test test-long lint format bench bench-full reference pins clean
 .DEFAULT_GOAL := help
 
 help:  ## list these targets
@@ -43,8 +43,12 @@ format: $(VENV)/.installed  ## let ruff format and fix what it can
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-bench: $(VENV)/.installed-bench  ## the measured numbers of the README (against mlx-lm)
+bench: $(VENV)/.installed-bench  ## measure speed against mlx-lm (minutes)
 	@$(BIN)/python -m benchmarks.cpu
+	@$(BIN)/python -m benchmarks.batching
+
+bench-full: bench  ## the same, and whether engines stay as fast and small as they begin
+	@$(BIN)/python -m benchmarks.endurance
 
 # torch and transformers stay out of .venv: they are needed only to make the committed golden files again.
 reference: $(VENV)-reference/.installed  ## make the golden files again (installs torch and transformers)

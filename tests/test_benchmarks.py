@@ -1,0 +1,105 @@
+"""What the benchmarks compute from their measurements; the measuring itself is no test."""
+
+from __future__ import annotations
+
+from benchmarks import batching, endurance
+from benchmarks.prompts import cut
+
+import pytest
+
+
+def test_prompts_have_the_lengths_and_begin_differently() -> None:
+    rounds = cut(range(100, 160), [3, 40, 7], 5)
+    assert [[len(prompt) for prompt in prompts] for prompts in rounds] == [[3, 40, 7]] * 5
+    beginnings = {tuple(prompt[:2]) for prompts in rounds for prompt in prompts}
+    assert len(beginnings) == 15
+
+
+def test_prompts_are_pieces_of_the_text_taken_as_a_circle() -> None:
+    ids = list(range(30))
+    for prompt in (prompt for prompts in cut(ids, [20, 2], 4) for prompt in prompts):
+        assert prompt == [(prompt[0] + i) % 30 for i in range(len(prompt))]
+
+
+@pytest.mark.parametrize(
+    ("ids", "lengths", "rounds"),
+    [([1, 2] * 20, [4, 4, 4], 1), (range(10), [11], 1), (range(10), [2, 2], 6)],
+    ids=["repetitive", "shorter than a prompt", "fewer places than prompts"],
+)
+def test_a_text_with_too_few_beginnings_is_refused(
+    ids: list[int], lengths: list[int], rounds: int
+) -> None:
+    with pytest.raises(ValueError, match="too few"):
+        cut(ids, lengths, rounds)
+
+
+def test_left_padding_counts_by_hand() -> None:
+    # Prefill: rows of 1 and 4 tokens, 4 wide. Decode: 2 + 5, then 3 + 6 of twice the longest,
+    # then the second row alone.
+    waste = batching.left_padding([2, 5], [2, 3])
+    assert waste["tokens"] == pytest.approx(1 - 5 / 8)
+    assert waste["rows"] == 0
+    assert waste["slots"] == pytest.approx(1 - (2 + 5 + 3 + 6 + 7) / (10 + 12 + 7))
+
+
+def test_equal_prompts_have_no_padding() -> None:
+    assert batching.left_padding([4, 4, 4], [3, 3, 3]) == {"tokens": 0, "rows": 0, "slots": 0}
+
+
+@pytest.mark.parametrize(("percent", "expected"), [(1, 1), (50, 12), (95, 23), (96, 24), (100, 24)])
+def test_percentiles_are_measured_values(percent: float, expected: int) -> None:
+    assert batching.percentile(list(range(24, 0, -1)), percent) == expected
+
+
+def make_run(tokens: list[list[int]], seconds: float) -> batching.Run:
+    first = [seconds / 2] * len(tokens)
+    report = {"padding": {"tokens": 0.5, "rows": 0.0, "slots": 0.25}}
+    return {
+        "tokens": tokens, "seconds": seconds, "first_token_s": first, "peak_bytes": 7,
+        "report": report,
+    }  # fmt: skip
+
+
+def test_batching_summary() -> None:
+    tokens = [[1, 2]] * 8
+    runs = {name: [make_run(tokens, s) for s in (4.0, 2.0, 1.0)] for name in batching.SUBJECTS}
+    runs["mlx-lm-bfloat16-batch"] = [make_run([*tokens[:7], [1, 3]], 8.0)] * 3
+    result = batching.summarize(runs)
+    ours = result["subjects"]["funcrt-compiled"]
+    theirs = result["subjects"]["mlx-lm-bfloat16-batch"]
+    assert (ours["tokens_per_s"], theirs["tokens_per_s"]) == (8, 2)
+    assert (ours["first_token_p50_s"], ours["first_token_p95_s"]) == (1, 2)
+    assert (ours["same_as_solo"], theirs["same_as_solo"], ours["requests"]) == (24, 21, 24)
+    assert ours["padding"]["tokens"] == 0.5
+    assert theirs["padding"]["tokens"] > 0.5
+    ratio = result["ratios"][0]
+    assert (ratio["ratio"], ratio["by_round"], ratio["goal"]) == (4, [2, 4, 8], 4)
+
+
+def make_facts(**changes: object) -> endurance.Facts:
+    samples = [{"count": 10 * i, "traces": 2, "arrays": 1000, "process": 5000} for i in range(1, 5)]
+    facts = {"asked": [3, 3], "given": [3, 3], "medians_s": [1.0, 9.0, 1.05], "samples": samples,
+             "ran": ["decode_b1_t1_s8", "prefill_b1_t4_s8"]}  # fmt: skip
+    return {**facts, **changes}
+
+
+def failing(part: str, facts: endurance.Facts) -> list[str]:
+    return [claim.what for claim in endurance.check_part(part, facts) if not claim.holds]
+
+
+@pytest.mark.parametrize("part", endurance.PARTS)
+def test_a_steady_engine_passes(part: str) -> None:
+    assert failing(part, make_facts()) == []
+
+
+def test_each_claim_can_fail() -> None:
+    def grown(name: str, by: int) -> endurance.Facts:
+        samples = make_facts()["samples"]
+        samples[-1][name] += by
+        return make_facts(samples=samples)
+
+    assert "fewer tokens" in failing("tiny", make_facts(given=[3, 2]))[0]
+    assert "trace" in failing("tiny", grown("traces", 1))[0]
+    assert "arrays" in failing("requests", grown("arrays", endurance.ALLOWED_ARRAYS + 1))[0]
+    assert "process" in failing("tiny", grown("process", endurance.ALLOWED_PROCESS + 1))[0]
+    assert "time" in failing("smollm2", make_facts(medians_s=[1.0, 1.2]))[0]
