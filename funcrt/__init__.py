@@ -14,12 +14,16 @@ from funcrt.blas import load as _load_blas
 _check_backend()
 _load_blas()  # a host BLAS only takes effect when it is loaded before mlx
 
+from funcrt.streams import reserve as _reserve_streams  # noqa: E402
+
+_reserve_streams()  # only the first streams of a process can be shared by its threads
+
 if TYPE_CHECKING:
     from funcrt import cache, masks
     from funcrt.buckets import Bucket, BucketPlan
     from funcrt.bundle import Bundle, export, load_bundle, verify
     from funcrt.config import ModelConfig
-    from funcrt.engine import Completion, Engine
+    from funcrt.engine import Chunk, Completion, Engine, Handle
     from funcrt.errors import FuncrtError
     from funcrt.flat import flatten
     from funcrt.model import Model, load_model
@@ -29,8 +33,10 @@ _HOMES = {
     "Bucket": "buckets",
     "BucketPlan": "buckets",
     "Bundle": "bundle",
+    "Chunk": "engine",
     "Completion": "engine",
     "Engine": "engine",
+    "Handle": "engine",
     "FuncrtError": "errors",
     "Model": "model",
     "ModelConfig": "config",
@@ -46,9 +52,11 @@ __all__ = [
     "Bucket",
     "BucketPlan",
     "Bundle",
+    "Chunk",
     "Completion",
     "Engine",
     "FuncrtError",
+    "Handle",
     "Model",
     "ModelConfig",
     "cache",

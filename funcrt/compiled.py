@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from funcrt import sampling
+from funcrt import sampling, streams
 from funcrt.buckets import Bucket, BucketPlan
 from funcrt.cache import (
     CacheSpec,
@@ -43,6 +43,7 @@ class Compiled:
         vocab_size: V.
         dtype: of the logits.
         eager: run without `mx.compile`, which is what compiled results are compared with.
+        is_imported: the functions are imported graphs, which take turns, see `funcrt.streams`.
     """
 
     def __init__(
@@ -55,11 +56,13 @@ class Compiled:
         vocab_size: int,
         dtype: str,
         eager: bool = False,
+        is_imported: bool = False,
     ) -> None:
         self.plan = plan
         self.cache_spec = cache_spec
         self.vocab_size = vocab_size
         self.dtype = dtype
+        self.is_imported = is_imported
         self.traces: Counter[str] = Counter()
         self._source = source
         self._eager = eager
@@ -199,14 +202,18 @@ class Compiled:
     def _call(
         self, name: str, bucket: Bucket, inputs: list[mx.array], state: Sequence[mx.array] = ()
     ) -> Sequence[mx.array]:
-        try:
+        def call() -> Sequence[mx.array]:
             return self._callable(name, bucket)(*inputs, *state)
+
+        try:
+            return streams.run(call) if self.is_imported else call()
         except RuntimeError as error:
             if "There is no Stream" not in str(error):
                 raise
             raise InputError(
-                "MLX's streams belong to threads: run a model in the one thread that loaded it, "
-                f"and hand it work from the others ({error})"
+                "MLX's streams belong to threads, and the one that this needs is another thread's: "
+                "import funcrt before MLX is used for the first time, and evaluate arrays in the "
+                f"thread that made them ({error})"
             ) from error
 
     def _check_inputs(self, name: str, bucket: Bucket, inputs: list[mx.array]) -> None:

@@ -27,6 +27,10 @@ class CapacityError(FuncrtError, ValueError):
     """No declared bucket is large enough."""
 
 
+class EngineError(FuncrtError, RuntimeError):
+    """An engine that is closed, or whose model failed, was given work."""
+
+
 class SourceError(FuncrtError, OSError):
     """A checkpoint cannot be found or read."""
 

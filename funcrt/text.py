@@ -109,6 +109,12 @@ class Tokenizer:
         """How many ids there are, added tokens included. A model may have more rows than this."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Every token and its id."""
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        return vocabulary
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Turn text into ids; special tokens such as BOS are added where the tokenizer says so.
 

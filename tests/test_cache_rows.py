@@ -638,7 +638,7 @@ def test_shrink_and_join_keep_what_rows_hold(kind):
     assert cache.state_size(small) == (BATCH, 32)
     rows = [cache.select(small, row) for row in (2, 0)]
     joined = cache.join([*rows, cache.select(empty(kind, capacity=32), 0)])
-    assert cache.state_size(joined) == (3, 24)
+    assert cache.state_size(joined) == (3, 32)
     logits, _ = feed(model, cache.grow(joined, CAPACITY), NEXT, NEXT, NEXT)
     expected, _ = feed(model, filled(kind), NEXT, NEXT, NEXT)
     fresh_row = feed(model, empty(kind), NEXT, NEXT, NEXT)[0][2]

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from funcrt import cache
+from funcrt import cache, streams
 from funcrt.buckets import Bucket, BucketPlan
 from funcrt.bundle import checks
 from funcrt.bundle.manifest import FunctionEntry, Manifest, describe_arrays
@@ -42,7 +42,8 @@ def load_bundle(folder: str | Path) -> Bundle:
         BundleError: in one line, what is wrong and what to do.
     """
     bundle = open_bundle(folder)
-    evaluate_singly(bundle.prepared)
+    with streams.turn():
+        evaluate_singly(bundle.prepared)
     return bundle
 
 
@@ -171,6 +172,7 @@ class Bundle(CallForm):
             plan=plan or self.plan,
             vocab_size=self.vocab_size,
             dtype=self.dtype,
+            is_imported=True,
         )
 
     @cached_property

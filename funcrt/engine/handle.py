@@ -1,0 +1,165 @@
+"""What a caller holds of a request: its chunks and its end, for threads and for asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from funcrt.engine.request import Chunk, Completion
+
+Listener = Callable[[], None]
+
+
+class Handle:
+    """A request under way: wait for it, follow it, or cancel it, from any thread or event loop.
+
+    Iterating, plainly or with `async for`, gives every chunk from the first one, however late it
+    begins; `await handle` gives the completion. An `await` that is cancelled (a timeout, a client
+    that hung up) cancels the request.
+
+    Args:
+        cancel: called to cancel the request.
+        on_chunk: called with every chunk by the thread that runs the model, so it must be quick;
+            if it raises, the request ends with that error.
+    """
+
+    completion: Completion
+
+    def __init__(
+        self, cancel: Callable[[Handle], None], on_chunk: Callable[[Chunk], None] | None = None
+    ) -> None:
+        self._cancel = cancel
+        self._on_chunk = on_chunk
+        self._chunks: list[Chunk] = []
+        self._error: BaseException | None = None
+        self._ended = False
+        self._changed = threading.Condition()
+        self._listeners: list[Listener] = []
+
+    def __repr__(self) -> str:
+        state = self.completion.finish_reason or "running" if not self._error else "failed"
+        return f"Handle({state}, {len(self.completion.tokens)} tokens)"
+
+    def done(self) -> bool:
+        """Whether the request has ended, however it did."""
+        return self._ended
+
+    def cancel(self) -> None:
+        """Ask for it to end where it is; its finish_reason is then "cancelled"."""
+        self._cancel(self)
+
+    def result(self, timeout: float | None = None) -> Completion:
+        """Wait for the end.
+
+        Args:
+            timeout: seconds, None for as long as it takes.
+
+        Raises:
+            TimeoutError: it has not ended by then; it goes on.
+            Exception: whatever `on_chunk` raised, or what went wrong in the engine.
+        """
+        with self._changed:
+            if not self._changed.wait_for(self.done, timeout):
+                raise TimeoutError(f"the request has not ended within {timeout} s; it goes on")
+        return self._outcome()
+
+    def __iter__(self) -> Iterator[Chunk]:
+        position = 0
+        while not self._is_over(position):
+            with self._changed:
+                self._changed.wait_for(partial(self._has_news, position))
+            chunks = self.since(position)
+            position += len(chunks)
+            yield from chunks
+
+    def __await__(self) -> Generator[Any, None, Completion]:
+        return self._wait().__await__()
+
+    async def _wait(self) -> Completion:
+        try:
+            await self._until(self.done)
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        return self._outcome()
+
+    async def __aiter__(self) -> AsyncIterator[Chunk]:
+        position = 0
+        while not self._is_over(position):
+            await self._until(partial(self._has_news, position))
+            chunks = self.since(position)
+            position += len(chunks)
+            for chunk in chunks:
+                yield chunk
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        """Wait in this event loop; the condition is looked at whenever something changed."""
+        loop = asyncio.get_running_loop()
+        changed = asyncio.Event()
+
+        def listener() -> None:
+            loop.call_soon_threadsafe(changed.set)
+
+        self.follow(listener)
+        try:
+            while not condition():
+                await changed.wait()
+                changed.clear()
+        finally:
+            with self._changed:
+                self._listeners.remove(listener)
+
+    def follow(self, listener: Listener) -> None:
+        """Have a function called, by the engine's thread, whenever something changed."""
+        with self._changed:
+            self._listeners.append(listener)
+
+    def since(self, position: int) -> list[Chunk]:
+        """The chunks from `position` on that are there. Raises what `result` raises, after them."""
+        with self._changed:
+            chunks = self._chunks[position:]
+        if not chunks and self._ended:
+            self._outcome()
+        return chunks
+
+    def _has_news(self, position: int) -> bool:
+        return self._ended or len(self._chunks) > position
+
+    def _is_over(self, position: int) -> bool:
+        """Whether everything was handed out; an error is still to be raised."""
+        return self._ended and self._error is None and position == len(self._chunks)
+
+    def _outcome(self) -> Completion:
+        if self._error is not None:
+            raise self._error
+        return self.completion
+
+    # --- for the thread that runs the model -------------------------------------------------------
+
+    def push(self, chunk: Chunk) -> None:
+        """Hand out a chunk; its finish_reason ends the request. Raises what `on_chunk` raises."""
+        if self._on_chunk is not None:
+            self._on_chunk(chunk)
+        self._notify(chunk, ended=bool(chunk.finish_reason))
+
+    def fail(self, error: BaseException) -> None:
+        """End the request with an error."""
+        self._error = error
+        self._notify(None, ended=True)
+
+    def _notify(self, chunk: Chunk | None, ended: bool) -> None:
+        with self._changed:
+            if chunk is not None:
+                self._chunks.append(chunk)
+            self._ended = self._ended or ended
+            self._changed.notify_all()
+            listeners = list(self._listeners)
+        for listener in listeners:
+            try:
+                listener()
+            except RuntimeError:  # its event loop is closed: nobody waits there any more
+                continue

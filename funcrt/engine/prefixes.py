@@ -1,0 +1,123 @@
+"""Cached beginnings of texts, to be forked instead of computed again."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from funcrt.cache import CacheSpec, CacheState
+
+LEAST_SHARED = 8
+"""A shorter common beginning costs more to copy than to compute."""
+
+
+@dataclass(eq=False)
+class Prefix:
+    """A state of one row and the tokens that it has seen.
+
+    Attributes:
+        tokens: in the order of its slots.
+        state: of one row.
+        written: the highest length that the row has had, which bounds how far a ring goes back.
+    """
+
+    tokens: list[int]
+    state: CacheState
+    written: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that its arrays take."""
+        return sum(array.nbytes for array in self.state.values())
+
+
+class Rewind:
+    """How far the rows of a cache can go back, from what its layers keep.
+
+    Args:
+        spec: the arrays of a cache state.
+        slack: how many tokens a ring can give back: the largest call.
+    """
+
+    def __init__(self, spec: CacheSpec, slack: int) -> None:
+        kinds = {entry.kind for entry in spec}
+        self.is_free = not kinds & {"recurrent", "ring"}
+        self._most = 0 if "recurrent" in kinds else slack
+
+    def allows(self, written: int, length: int) -> bool:
+        """Whether a row that has had `written` tokens can be cut to `length`."""
+        return self.is_free or written - length <= self._most
+
+
+class PrefixPool:
+    """Rows of recently finished requests, the least recently used of which go first.
+
+    Args:
+        rewind: how far rows can go back.
+        limit: most bytes to keep.
+    """
+
+    def __init__(self, rewind: Rewind, limit: int) -> None:
+        self._rewind = rewind
+        self._limit = limit
+        self._entries: OrderedDict[int, Prefix] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept."""
+        return sum(entry.nbytes for entry in self._entries.values())
+
+    def takes(self, tokens: Sequence[int], nbytes: int) -> bool:
+        """Whether a row of so many bytes is worth its copy."""
+        if nbytes > self._limit or len(tokens) < LEAST_SHARED:
+            return False
+        return all(shared(entry.tokens, tokens) < len(tokens) for entry in self._entries.values())
+
+    def add(self, entry: Prefix) -> None:
+        """Keep a row, in place of those that it contains."""
+        if self._rewind.is_free:
+            for key, other in list(self._entries.items()):
+                if shared(other.tokens, entry.tokens) == len(other.tokens):
+                    del self._entries[key]
+        self._entries[id(entry)] = entry
+        self.shrink(self._limit)
+
+    def shrink(self, limit: int) -> None:
+        """Let go of rows until the others take at most `limit` bytes."""
+        while self._entries and self.nbytes > limit:
+            self._entries.popitem(last=False)
+
+    def find(self, tokens: Sequence[int]) -> tuple[Prefix | None, int]:
+        """The row that can be cut to the longest beginning of `tokens`, and that length."""
+        best, length = None, 0
+        for entry in self._entries.values():
+            common = reusable(entry.tokens, entry.written, tokens, self._rewind)
+            if common > length:
+                best, length = entry, common
+        if best is not None:
+            self._entries.move_to_end(id(best))
+        return best, length
+
+
+def reusable(cached: Sequence[int], written: int, tokens: Sequence[int], rewind: Rewind) -> int:
+    """How many of `tokens` a row can serve: all but the last at most, whose logits are wanted."""
+    common = min(shared(cached, tokens), len(tokens) - 1)
+    if common < LEAST_SHARED or not rewind.allows(written, common):
+        return 0
+    return common
+
+
+def shared(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the common beginning, by halving: comparing slices is quick, a loop is not."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,150 @@
+"""The running batch: a cache state in one bucket, and which request sits in which row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from funcrt import cache
+from funcrt.buckets import BucketPlan
+from funcrt.cache import CacheSpec, CacheState
+from funcrt.engine.request import Request
+
+import mlx.core as mx
+
+_PATIENCE = 16  # steps in which a smaller bucket would do, before rows move to it
+
+
+class Rows:
+    """Requests in the rows of one state, which grows at once and shrinks with patience.
+
+    Rows without a request are idle: rows of padding that change nothing. The batch is in the
+    smallest declared bucket that holds the requests, but for the patience.
+
+    Args:
+        spec: the arrays of a cache state.
+        plan: the declared buckets.
+
+    Attributes:
+        state: the cache state, or None while nobody sits.
+        requests: who sits in each row.
+    """
+
+    def __init__(self, spec: CacheSpec, plan: BucketPlan) -> None:
+        self._spec = spec
+        self._plan = plan
+        self._slack = 0
+        self.state: CacheState | None = None
+        self.requests: list[Request | None] = []
+        self.capacity = 0
+
+    @property
+    def batch(self) -> int:
+        """Rows of the state."""
+        return len(self.requests)
+
+    @property
+    def seated(self) -> dict[int, Request]:
+        """The requests by their rows."""
+        return {row: request for row, request in enumerate(self.requests) if request is not None}
+
+    def seat(self, request: Request, source: CacheState | None, row: int, tokens: int) -> None:
+        """Give a request a free row, making room if there is none.
+
+        Args:
+            request: who sits there.
+            source: the state whose `row` is copied; None begins with an empty row.
+            row: of `source`.
+            tokens: length of the longest text in the batch.
+        """
+        self.fit(len(self.seated) + 1, tokens)
+        free = self.requests.index(None)
+        assert self.state is not None
+        if source is None:
+            self.state = cache.clear(self.state, free)
+        else:
+            self.state = cache.insert(self.state, free, source, row)
+        mx.eval(self.state)  # in place only if nothing holds the old one
+        self.requests[free] = request
+
+    def adopt(self, state: CacheState, requests: Sequence[Request | None]) -> None:
+        """Take over a whole state: what `seat` does for the first rows, without a copy."""
+        assert not self.seated
+        self.state = state
+        self.requests = list(requests)
+        self.capacity = cache.state_size(state)[1]
+        self._slack = 0
+
+    def fit(self, rows: int, tokens: int) -> None:
+        """Be in a declared bucket for so many rows and so many tokens in the longest of them."""
+        batch = self._plan.choose_batch(rows)
+        capacity = choose_capacity(self._plan, self._spec, tokens)
+        if self.state is None:
+            self.adopt(cache.init_cache(self._spec, batch, capacity), [None] * batch)
+            return
+        if batch <= self.batch and capacity <= self.capacity:
+            smaller = batch < self.batch or capacity < self.capacity
+            self._slack = self._slack + 1 if smaller else 0
+            if self._slack < _PATIENCE:
+                return
+        elif self._slack < _PATIENCE:  # one of the two grows: the other does not shrink on the way
+            batch, capacity = max(batch, self.batch), max(capacity, self.capacity)
+        self._move(batch, capacity)
+
+    def release(self, row: int) -> None:
+        """Leave a row idle; the last one to leave takes the state along."""
+        self.requests[row] = None
+        if not self.seated:
+            self.state = None
+            self.requests = []
+            self.capacity = 0
+
+    def copy(self, row: int) -> CacheState:
+        """A state of that row alone."""
+        assert self.state is not None
+        return copy_row(self.state, row)
+
+    def _move(self, batch: int, capacity: int) -> None:
+        assert self.state is not None
+        seated = self.seated
+        state, self.state = self.state, None
+        if len(seated) < self.batch:  # idle rows stay behind, whatever they hold
+            state = cache.select(state, list(seated))
+            mx.eval(state)  # the larger one is let go before the next copy
+        self.requests = [*seated.values(), *[None] * (batch - len(seated))]
+        self.state = stack(self._spec, [state], batch, capacity)
+        mx.eval(self.state)
+        self.capacity = capacity
+        self._slack = 0
+
+
+def copy_row(state: CacheState, row: int) -> CacheState:
+    """A state of one row, evaluated: nothing keeps the others' arrays."""
+    if state["lengths"].shape[0] == 1:
+        return state
+    copied = cache.select(state, row)
+    mx.eval(copied)
+    return copied
+
+
+def stack(spec: CacheSpec, states: Sequence[CacheState], batch: int, capacity: int) -> CacheState:
+    """The rows of all states in one bucket; what is left of it is empty."""
+    sized = [resize(state, capacity) for state in states]
+    missing = batch - sum(state["lengths"].shape[0] for state in sized)
+    if missing:
+        sized.append(cache.init_cache(spec, missing, capacity))
+    return cache.join(sized)
+
+
+def resize(state: CacheState, capacity: int) -> CacheState:
+    """The same rows with so many slots."""
+    present = cache.state_size(state)[1]
+    if present == 1:  # nothing has slots
+        return state
+    return cache.grow(state, capacity) if present < capacity else cache.shrink(state, capacity)
+
+
+def choose_capacity(plan: BucketPlan, spec: CacheSpec, tokens: int) -> int:
+    """The smallest declared capacity for a text; 1 where nothing has slots."""
+    if not any("S" in entry.shape for entry in spec):
+        return 1
+    return plan.choose_capacity(tokens)
