@@ -2,8 +2,9 @@
 
 The sizes of arrays that live are exact. What a call needs besides is an upper bound that was fitted
 to peaks of MLX's CPU backend (float32 and float16; full, ring and packed caches; eager and
-compiled): a compiled call takes 0.9 to 1.5 of it, an eager one down to 0.5. MLX keeps freed buffers
-for later calls; they are not counted here, and `mx.set_cache_limit` bounds them.
+compiled): it exceeds what a compiled call takes by up to 1.4 times, an eager one by up to 1.9
+times. The first call of a shape is traced and may take more. MLX keeps freed buffers for later
+calls; they are not counted here, and `mx.set_cache_limit` bounds them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from funcrt.cache.layout import DTYPES, FULL, CacheSpec, attention_entries, state_bytes
 from funcrt.errors import ConfigError
+from funcrt.steps import STEPS
 
 if TYPE_CHECKING:
     from funcrt.calling import CallForm
@@ -26,7 +28,9 @@ _SIZES = (
     "intermediate_size",
     "vocab_size",
 )
-_SAMPLED = 14  # float32 arrays [B, V] that live at once where a call draws tokens
+# Float32 arrays as large as the logits that live at once.
+_DRAWN = 17  # where a call draws tokens
+_RANKED = 5  # where it lists the most likely ones
 
 
 @dataclass(frozen=True)
@@ -92,27 +96,32 @@ class Footprint:
             capacity: S.
             step: a name of `funcrt.steps.STEPS`; None takes `prefill`, or `decode` for one token.
         """
-        step = step or ("decode" if tokens == 1 else "prefill")
+        signature = STEPS[step or ("decode" if tokens == 1 else "prefill")]
         places = batch * tokens
-        drawn = places if step.startswith(("forward", "verify")) else batch
-        logits = drawn * self.vocab_size * 4
-        if step in ("sample", "top"):
-            return _SAMPLED * logits
+        logits = 4 * self.vocab_size * (places if signature.by_place else batch)
+        if not signature.has_params:
+            return (_DRAWN if "temperature" in signature.inputs else _RANKED) * logits
         wide = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         values = 7 * self.hidden_size + 6 * self.intermediate_size + 6 * wide
         activations = places * values * self.value_bytes
         scores = places * 2 * self.num_heads * self._columns(capacity) * self.value_bytes
         layers = scores + places * 3 * capacity + activations + logits
-        if step in ("decode", "verify"):
+        if "temperature" in signature.inputs:
             # Scores are gone when tokens are drawn, what stands between layers may not be.
-            return max(layers, activations + _SAMPLED * logits)
+            return max(layers, activations + _DRAWN * logits)
         return layers
 
     def total(self, batch: int, tokens: int, capacity: int) -> int:
-        """Weights, and one call with the state before it and room to move it to another bucket."""
-        moved = 2 * self.state(batch, capacity)
+        """Everything at once: weights, the states before and after a move, the largest call.
+
+        Args:
+            batch: B.
+            tokens: the largest T that is declared.
+            capacity: S.
+        """
+        settings = batch * self.vocab_size * 8  # bias and history
         call = max(self.call(batch, t, capacity) for t in {1, tokens})
-        return self.weights + moved + call
+        return self.weights + 2 * self.state(batch, capacity) + settings + call
 
     def _columns(self, capacity: int) -> int:
         """Slots of the layer that looks at most of them."""
