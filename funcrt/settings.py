@@ -7,6 +7,7 @@ arrays of a batch are stacked from such rows (`stack_settings`). `sampling` says
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, NamedTuple, TypeAlias
@@ -206,12 +207,10 @@ def make_history(histories: Sequence[History | None], vocab_size: int) -> mx.arr
     for row, history in enumerate(histories):
         if history is None:
             continue
-        prompt = {_check_id("history", token, vocab_size) for token in history.prompt}
-        places += [(row, token) for token in prompt]
-        values += [1] * len(prompt)
-        generated = [_check_id("history", token, vocab_size) for token in history.generated]
-        places += [(row, token) for token in generated]
-        values += [2] * len(generated)
+        prompt, counts = set(history.prompt), Counter(history.generated)
+        for token in counts.keys() | prompt:
+            places.append((row, _check_id("history", token, vocab_size)))
+            values.append(2 * counts[token] + (token in prompt))
     seen = mx.zeros((len(histories), vocab_size), dtype=mx.int32)
     if not places:
         return seen

@@ -8,8 +8,8 @@ from dataclasses import replace
 from random import Random
 from typing import NamedTuple
 
-from funcrt import sampling
 from funcrt.buckets import BucketPlan
+from funcrt.bundle.choices import expect_choice, expect_top
 from funcrt.bundle.layout import Call, make_layout
 from funcrt.bundle.manifest import Golden, GoldenCall, GoldenCase
 from funcrt.bundle.reference import Reference, References
@@ -31,15 +31,6 @@ _EAGER_ALLOWED = 1.25  # of the eager run's error
 _ROUNDING = {"float32": _FLOAT32_ALLOWED, "float16": 4e-3, "bfloat16": 3e-2}
 _PACKED_ROUNDING = {None: 0.0, 8: 1e-2, 4: 5e-2}  # of a cache in so many bits
 _PARAM_ROUNDING = {"float32": 2e-6, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-
-_SETTINGS = {  # by row, in turns; the third is greedy
-    "temperature": (0.8, 1.0, 0.0, 1.3),
-    "top_k": (50, 0, 0, 5),
-    "top_p": (0.95, 0.9, 1.0, 1.0),
-    "min_p": (0.02, 0.0, 0.0, 0.05),
-}
-_SEEDS_TRIED = 16
-_DISTURBANCES = 4
 
 Arrays = dict[str, mx.array]
 Tick = Callable[[str], None]
@@ -89,9 +80,12 @@ class Recorder:
             calls = []
             for j, call in enumerate(case.calls):
                 found = [self._references.of(spot.row) for spot in call.spots]
-                scale, expected = _expect(self._model, call, found, self._kv_bits)
+                ids = self._references.fill(call)
+                before = arrays.get(f"{i}.{j - 1}.logits")
+                scale, expected = _expect(self._model, call, ids, found, self._kv_bits, before)
                 arrays |= {f"{i}.{j}.{name}": array for name, array in expected.items()}
-                calls.append(GoldenCall(call.function, call.tokens, call.fresh, scale, 0.0, 0.0))
+                form = (call.function, call.tokens, call.fresh, call.undo)
+                calls.append(GoldenCall(*form, scale, 0.0, 0.0))
             cases.append(GoldenCase(case.batch, case.capacity, tuple(calls)))
         return Golden(FILE, _PARAM_ROUNDING[self._model.config.dtype], tuple(cases)), arrays
 
@@ -136,7 +130,7 @@ class Recorder:
         """Limit one call by the eager run's largest error, since that of a few values is chance."""
         on_cpu = mx.default_device().type == mx.DeviceType.cpu
         plain = self._model.config.dtype == "float32" and self._kv_bits is None
-        exact = call.function == "sample" or (on_cpu and plain)
+        exact = not STEPS[call.function].has_state or (on_cpu and plain)
         # Other devices may multiply float32 in fewer bits; eager runs there do, too.
         allowed = 0.0 if exact else _EAGER_ALLOWED * worst
         return replace(call, allowed=max(_FLOAT32_ALLOWED, allowed))
@@ -146,34 +140,42 @@ class Recorder:
 
 
 def _expect(
-    model: Model, call: Call, found: Sequence[Reference], kv_bits: int | None
+    model: Model,
+    call: Call,
+    ids: list[list[int]],
+    found: Sequence[Reference],
+    kv_bits: int | None,
+    logits: mx.array | None,
 ) -> tuple[float, Arrays]:
-    """Scale, inputs and expected outputs of one call; `found` is the reference of each spot."""
+    """Scale, inputs and expected outputs of one call.
+
+    `found` is the reference of each spot, `logits` are those of the call before, for `top`.
+    """
     dtype = model.config.dtype
     scale = max(ref.peaks[spot.index] for ref, spot in zip(found, call.spots, strict=True)) or 1.0
-    ids, valid = mx.array(call.ids, dtype=mx.int32), mx.array(call.valid)
+    tokens, valid = mx.array(ids, dtype=mx.int32), mx.array(call.valid)
     if not math.isfinite(scale):
         raise BundleError("the model's logits are not finite in float32: check its weights")
     lengths = mx.array(call.lengths, dtype=mx.int32)
     inputs: Arrays = {
-        "tokens": ids,
+        "tokens": tokens,
         "valid": valid,
         "hidden": mx.array(call.hidden, dtype=mx.int32),
-        "token": ids[:, 0],
+        "token": tokens[:, 0],
         "active": valid[:, 0],
         "positions": lengths,
     }
     if STEPS[call.function].outputs == ("logits",):
         expected = _expect_logits(call, found, scale, dtype)
+    elif call.function == "top":
+        assert logits is not None
+        expected = expect_top(logits)
     else:
-        logits = _gather_logits(model.vocab_size, call, found)
         rounding = max(_ROUNDING[dtype], _PACKED_ROUNDING[kv_bits])
-        if call.function == "sample":  # its input is recorded, not computed
-            inputs["logits"] = logits = logits.astype(FLOATS[dtype])
+        if call.function == "sample":  # its logits are recorded, not computed
             rounding = _FLOAT32_ALLOWED
-        settings = _choose_settings(call, logits, lengths, rounding * scale)
-        inputs |= settings
-        expected = _expect_choice(call, logits, lengths, settings, rounding * scale)
+        more, expected = expect_choice(call, ids, found, rounding * scale, FLOATS[dtype])
+        inputs |= more
     stored = {name: inputs[name] for name in STORED_INPUTS[call.function]}
     return scale, {**stored, **expected, "expected_lengths": lengths}
 
@@ -196,64 +198,6 @@ def _expect_logits(call: Call, found: Sequence[Reference], scale: float, dtype: 
         "reference": mx.array(values),
         "expected_tokens": mx.array(tokens, dtype=mx.int32),
         "gaps": mx.array(gaps),
-    }
-
-
-def _gather_logits(vocab_size: int, call: Call, found: Sequence[Reference]) -> mx.array:
-    """Reference logits `[B,V]` of the spots; other rows are idle and hold zeros."""
-    rows = [mx.zeros((vocab_size,))] * len(call.ids)
-    for reference, spot in zip(found, call.spots, strict=True):
-        rows[spot.output] = reference.logits[spot.index]
-    return mx.stack(rows)
-
-
-def _choose_settings(call: Call, logits: mx.array, lengths: mx.array, disturbance: float) -> Arrays:
-    """Settings that differ by row, with seeds whose draws survive small errors of the logits."""
-    batch = len(call.ids)
-    if call.function == "decode_greedy":
-        return sampling.make_settings(batch)
-    by_row: dict[str, list[float]] = {
-        name: [values[row % len(values)] for row in range(batch)]
-        for name, values in _SETTINGS.items()
-    }
-    seeds = list(range(batch))
-    drawing = {spot.output for spot in call.spots if by_row["temperature"][spot.output] > 0}
-    for _ in range(_SEEDS_TRIED):
-        settings = sampling.make_settings(batch, seed=seeds, **by_row)  # type: ignore[arg-type]
-        steady = _is_steady(logits, lengths, settings, disturbance)
-        unsteady = {row for row in drawing if not steady[row].item()}
-        if not unsteady:
-            break
-        seeds = [seed + batch if row in unsteady else seed for row, seed in enumerate(seeds)]
-    return settings
-
-
-def _is_steady(
-    logits: mx.array, lengths: mx.array, settings: Arrays, disturbance: float
-) -> mx.array:
-    """Whether each row draws the same token from slightly different logits: bool `[B]`."""
-    noise = mx.random.uniform(-1, 1, (_DISTURBANCES, *logits.shape), key=mx.random.key(0))
-    disturbed = mx.concatenate([logits[None], logits + disturbance * noise])
-    tiled = {name: mx.tile(array, 1 + _DISTURBANCES) for name, array in settings.items()}
-    positions = mx.tile(lengths, 1 + _DISTURBANCES)
-    tokens, _, _ = sampling.sample(disturbed.reshape(-1, logits.shape[1]), tiled, positions)
-    tokens = tokens.reshape(-1, logits.shape[0])
-    return mx.all(tokens == tokens[0], axis=0)
-
-
-def _expect_choice(
-    call: Call, logits: mx.array, lengths: mx.array, settings: Arrays, disturbance: float
-) -> Arrays:
-    """The tokens that steady rows choose, and the log-probabilities of all active rows."""
-    tokens, logprobs, _ = sampling.sample(logits, settings, lengths)
-    steady = _is_steady(logits, lengths, settings, disturbance)
-    rows = mx.array([spot.output for spot in call.spots])
-    active = mx.any(mx.arange(len(call.ids))[:, None] == rows, axis=1)
-    return {
-        "probes": mx.stack([rows, mx.zeros_like(rows)], axis=1).astype(mx.int32),
-        "reference": logprobs[rows],
-        "expected_tokens": mx.where(active & steady, tokens, -1),
-        "gaps": mx.full(lengths.shape, mx.inf),
     }
 
 

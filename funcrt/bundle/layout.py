@@ -3,6 +3,9 @@
 Each batch and capacity gets every function once, in one chain that threads its cache state; the
 chain begins again where the cache would overflow. Rows are padded left, right, in holes or not at
 all, in turns; with more than one row, the last is idle in every other call.
+
+How many guesses are accepted depends on the model, so calls that verify guesses are undone: the
+next call goes on from the state before them. Right guesses are filled in by the reference.
 """
 
 from __future__ import annotations
@@ -12,6 +15,14 @@ from random import Random
 from typing import NamedTuple
 
 from funcrt.buckets import BucketPlan
+from funcrt.steps import STEPS
+
+LIKELIEST = -1
+"""Stands for the token that the reference finds most likely after those before it."""
+
+JUDGED = 5  # real places of a row in a call with guesses whose choice is compared
+VERIFYING = ("verify_greedy", "verify")
+_RIGHT = (1, 3, 0, 2)  # right guesses of a row, in turns; the others are arbitrary
 
 
 class Step(NamedTuple):
@@ -48,8 +59,9 @@ class Call:
     ids: list[list[int]]
     valid: list[list[bool]]
     hidden: list[int]
-    lengths: list[int]  # after the call
+    lengths: list[int]  # after the call; without accepted guesses
     spots: list[Spot]
+    undo: bool = False
 
 
 @dataclass
@@ -74,26 +86,37 @@ def _make_case(plan: BucketPlan, batch: int, capacity: int, vocab_size: int) -> 
     case = Case(batch, capacity, [])
     rows: list[Row] = []
     for number, (function, tokens) in enumerate(_order(plan)):
-        valid = [_pattern(row, number, tokens, batch, capacity - 1) for row in range(batch)]
+        # Both functions that verify guesses judge the same ones, which are computed only once.
+        turn = plan.tokens.index(tokens) if function in VERIFYING else number
+        valid = [_pattern(row, turn, tokens, batch, capacity - 1) for row in range(batch)]
         fresh = not rows or any(
             len(row.steps) + sum(real) > capacity - 1 for row, real in zip(rows, valid, strict=True)
         )
         if fresh:
             rows = [Row(Random(index)) for index in range(batch)]
-        case.calls.append(_make_call(function, tokens, fresh, rows, valid, vocab_size))
-    if capacity == plan.capacity[0]:  # `sample` has no cache: once per batch is enough
-        case.calls.append(_make_sample(case.calls[-1]))
+        if function in VERIFYING:
+            call = _make_guesses(function, tokens, fresh, rows, valid, vocab_size)
+        else:
+            call = _make_call(function, tokens, fresh, rows, valid, vocab_size)
+        case.calls.append(call)
+    if capacity == plan.capacity[0]:  # what has no cache: once per batch is enough
+        case.calls += [_make_stateless(name, case.calls[-1]) for name in ("sample", "top")]
     return case
 
 
 def _order(plan: BucketPlan) -> list[tuple[str, int]]:
-    """Long calls first: the short ones then have a past to look at."""
-    prefills = ("prefill", "prefill_block", "forward")
-    return [
-        *((name, tokens) for name in prefills for tokens in plan.tokens[::-1]),
-        ("decode_greedy", 1),
-        ("decode", 1),
+    """Guesses behind a short text, whose reference is quick; then long calls before short ones."""
+    calls = [
+        (name, tokens)
+        for name in ("prefill", "prefill_block", "forward")
+        for tokens in plan.tokens[::-1]
     ]
+    calls.remove(("prefill", plan.tokens[0]))
+    guesses = [
+        (name, tokens) for tokens in STEPS["verify"].choose_sizes(plan.tokens) for name in VERIFYING
+    ]
+    first = ("prefill", plan.tokens[0])
+    return [first, *guesses, *calls, ("decode_greedy", 1), ("decode", 1)]
 
 
 def _pattern(row: int, number: int, tokens: int, batch: int, most: int) -> list[bool]:
@@ -133,8 +156,31 @@ def _make_call(
     return call
 
 
-def _make_sample(decode: Call) -> Call:
+def _make_guesses(
+    function: str, tokens: int, fresh: bool, rows: list[Row], valid: list[list[bool]], vocab: int
+) -> Call:
+    """A token and guesses behind each row's text, which stays as it is."""
+    call = Call(function, tokens, fresh, [], valid, [-1] * len(rows), [], [], undo=True)
+    for index, (row, real) in enumerate(zip(rows, valid, strict=True)):
+        past = len(row.steps)
+        branch = Row(Random(index + tokens), list(row.steps))
+        ids = []
+        for place, is_real in enumerate(real):
+            guess = len(branch.steps) - past  # the first real token is none
+            if is_real:
+                is_right = 1 <= guess <= _RIGHT[index % len(_RIGHT)]
+                token = LIKELIEST if is_right else branch.random.randrange(vocab)
+                branch.steps.append(Step(token, -1))
+                if guess < JUDGED:
+                    call.spots.append(Spot(index * tokens + place, branch, past + guess))
+            ids.append(branch.steps[-1].token if is_real else (index + place) % vocab)
+        call.ids.append(ids)
+        call.lengths.append(past + any(real))
+    return call
+
+
+def _make_stateless(function: str, decode: Call) -> Call:
     """Choosing from the logits that the last decode call had."""
     batch = len(decode.ids)
-    return Call("sample", 1, False, [[0]] * batch, [[True]] * batch, [-1] * batch, decode.lengths,
+    return Call(function, 1, False, [[0]] * batch, [[True]] * batch, [-1] * batch, decode.lengths,
                 decode.spots)  # fmt: skip

@@ -23,7 +23,7 @@ from funcrt.steps import STEPS, input_shape, output_shape
 import mlx.core as mx
 
 FORMAT = "funcrt-bundle"
-SCHEMA_VERSION = "1.0"
+SCHEMA_VERSION = "2.0"
 MANIFEST = "manifest.json"
 DIGEST = "manifest.json.sha256"
 PREPARE = "prepare"
@@ -100,6 +100,7 @@ class GoldenCall:
         function: a row of `STEPS`.
         tokens: T.
         fresh: start from an empty cache state instead of the one the call before returned.
+        undo: the next call goes on from the state before this one.
         scale: largest |logit| of the float32 reference; errors are divided by it.
         eager: error of the exporting process's own plain run.
         allowed: largest error that passes.
@@ -108,6 +109,7 @@ class GoldenCall:
     function: str
     tokens: int
     fresh: bool
+    undo: bool
     scale: float
     eager: float
     allowed: float

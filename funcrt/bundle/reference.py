@@ -6,13 +6,13 @@ same tokens share it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
 from funcrt import params as weights
-from funcrt.bundle.layout import Case, Row, Step
+from funcrt.bundle.layout import LIKELIEST, Call, Case, Row, Step
 from funcrt.model import Model
 from funcrt.steps import STEPS
 
@@ -59,9 +59,10 @@ class References:
         }
         self._needed: dict[Stream, set[int]] = {s: set() for s in self._streams.values()}
         for function, spot in spots:
-            if STEPS[function].outputs != ("logits",):
+            if "tokens" in STEPS[function].outputs:
                 self._needed[self._streams[id(spot.row)]].add(spot.index)
         self._done: dict[Stream, Reference] = {}
+        self._filled: dict[Stream, Stream] = {}
 
     @property
     def count(self) -> int:
@@ -71,12 +72,24 @@ class References:
     def run(self, model: Model, tick: Callable[[str], None]) -> None:
         """Compute them all; `tick` is called after each."""
         for number, (stream, needed) in enumerate(self._needed.items()):
-            self._done[stream] = _run(_in_float32(model), stream, needed, Random(number))
+            exact = _in_float32(model)
+            self._filled[stream] = filled = _fill(exact, stream)
+            self._done[stream] = _run(exact, filled, needed, Random(number))
             tick("float32 reference")
 
     def of(self, row: Row) -> Reference:
         """The reference of a row, once `run` is done."""
         return self._done[self._streams[id(row)]]
+
+    def fill(self, call: Call) -> list[list[int]]:
+        """The ids of a call, `LIKELIEST` replaced by what the reference found."""
+        ids = [list(row) for row in call.ids]
+        for spot in call.spots:
+            batch_row, place = divmod(spot.output, call.tokens)
+            if ids[batch_row][place] == LIKELIEST:
+                filled = self._filled[self._streams[id(spot.row)]]
+                ids[batch_row][place] = filled[spot.index].token
+        return ids
 
 
 def _in_float32(model: Model) -> Model:
@@ -86,15 +99,30 @@ def _in_float32(model: Model) -> Model:
     return Model(replace(model.config, dtype="float32"), params)
 
 
-def _run(model: Model, stream: Stream, needed: set[int], random: Random) -> Reference:
-    length, vocab = len(stream), model.vocab_size
-    ids = mx.array([[step.token for step in stream]])
-    hidden = mx.array([[step.hidden] for step in stream])
+def _fill(model: Model, stream: Stream) -> Stream:
+    """The stream with every `LIKELIEST` replaced, one after the other."""
+    steps = list(stream)
+    for index, step in enumerate(steps):
+        if step.token == LIKELIEST:
+            likeliest = mx.argmax(_compute_logits(model, steps[:index]), axis=-1)
+            steps[index] = step._replace(token=_list(likeliest)[-1])
+    return tuple(steps)
+
+
+def _compute_logits(model: Model, steps: Sequence[Step]) -> mx.array:
+    """Logits `[T, V]` of one row."""
+    length = len(steps)
+    ids = mx.array([[step.token for step in steps]])
+    hidden = mx.array([[step.hidden] for step in steps])
     slots = mx.arange(length + 1)
     mask = (slots <= slots[:length, None]) & (slots != hidden)  # [T,S]
     cache_state = model.init_cache(1, length + 1)
-    logits = model.forward(model.params, ids, mask[None, None], cache_state).logits[0]  # [T,V]
+    return model.forward(model.params, ids, mask[None, None], cache_state).logits[0]
 
+
+def _run(model: Model, stream: Stream, needed: set[int], random: Random) -> Reference:
+    length, vocab = len(stream), model.vocab_size
+    logits = _compute_logits(model, stream)
     top = min(_TOP, vocab)
     best = mx.argpartition(-logits, min(top, vocab - 1), axis=-1)[:, :top]
     order = mx.argsort(-mx.take_along_axis(logits, best, axis=-1), axis=-1)

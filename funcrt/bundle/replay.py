@@ -6,25 +6,35 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from funcrt import masks, sampling
+from funcrt import guesses, masks, sampling
 from funcrt.bundle.manifest import Golden, GoldenCall, GoldenCase
-from funcrt.cache import CacheState, state_size
+from funcrt.cache import CacheState, restore, snapshot, state_size
 from funcrt.compiled import Compiled
+from funcrt.sampling import Sampled
 
 import mlx.core as mx
 
 Arrays = Mapping[str, mx.array]
 
+# `[B, V]` arrays that are nearly all alike: a value per row, and places of others.
+_SPARSE = ("bias.fill", "bias.places", "bias.values", "history.places", "history.values")
+_SETTINGS = (*sampling.SETTING_NAMES, *_SPARSE)
+
 # Inputs of each function as they are stored: `forward` builds its mask from two small arrays,
-# `prefill_block` its causal block from one.
+# `prefill_block` its causal block from one, and `top` takes the logits of the call before it.
 STORED_INPUTS: dict[str, tuple[str, ...]] = {
     "forward": ("tokens", "valid", "hidden"),
     "prefill": ("tokens", "valid"),
     "prefill_block": ("tokens", "valid"),
     "decode_greedy": ("token", "active"),
-    "decode": ("token", "active", *sampling.SETTING_NAMES),
-    "sample": ("logits", "positions", *sampling.SETTING_NAMES),
+    "decode": ("token", "active", *_SETTINGS),
+    "verify_greedy": ("tokens", "valid"),
+    "verify": ("tokens", "valid", *_SETTINGS),
+    "sample": ("logits", "positions", *_SETTINGS),
+    "top": (),
 }
+LOGPROB = -1
+"""The column of a probe that asks for the log-probability of the chosen token."""
 
 
 class Place(NamedTuple):
@@ -41,17 +51,24 @@ class Place(NamedTuple):
 
 
 class Observation(NamedTuple):
-    """What is compared of one call's outputs; N probes, R = B (or B*T for `forward`) rows.
+    """What is compared of one call's outputs; N probes, R = B rows (B*T where places answer).
 
     Attributes:
-        values: float32 `[N]`, logits (log-probabilities where a token is chosen) at the probes.
-        tokens: int32 `[R]`, the most likely or the chosen token of every row.
-        lengths: int32 `[B]` after the call (`sample` leaves them as they are).
+        values: float32 `[N]`, logits or log-probabilities at the probes.
+        tokens: int32 `[R]`, the most likely or the chosen token of every row; for `top` all its
+            tokens, row after row.
+        lengths: int32 `[B]` after the call (functions without a state leave them as they are).
+        accepted: int32 `[B]`, right guesses; 0 where there are none.
+        strange: bool `[B]`, rows that contradict themselves in `"accepted"` or `"history"`: the
+            count is not what their tokens and guesses make it, or other tokens were counted than
+            chosen.
     """
 
     values: mx.array
     tokens: mx.array
     lengths: mx.array
+    accepted: mx.array
+    strange: dict[str, mx.array]
 
 
 def places(golden: Golden) -> Iterator[Place]:
@@ -66,43 +83,85 @@ def replay(
 ) -> Iterator[tuple[Place, Observation]]:
     """Run every recorded call and observe it."""
     state: CacheState = {}
+    inputs: Arrays = {}
     for place in places(golden):
-        inputs = {name: arrays[place.prefix + name] for name in STORED_INPUTS[place.call.function]}
+        inputs = take_inputs(place, arrays, compiled.vocab_size, inputs)
         if place.call.fresh:
             state = {}  # before the next one exists: two states are not held at once
             state = compiled.init_cache(place.case.batch, place.case.capacity)
+        saved = snapshot(state) if place.call.undo else {}
         outputs, state = run_call(compiled, place.call.function, inputs, state)
-        observed = observe(outputs, arrays[place.prefix + "probes"], state)
+        observed = observe(outputs, arrays[place.prefix + "probes"], inputs, state)
         mx.eval(observed, state)
+        if place.call.undo:
+            state = restore(state, saved)
         yield place, observed
+
+
+def take_inputs(place: Place, arrays: Arrays, vocab_size: int, before: Arrays) -> Arrays:
+    """The inputs of a call as they were recorded; `before` are those of the call before it."""
+    function, prefix = place.call.function, place.prefix
+    if function == "top":
+        return {"logits": before["logits"]}
+    inputs = {name: arrays[prefix + name] for name in STORED_INPUTS[function]}
+    if "bias.fill" in inputs:
+        inputs |= spread_settings(inputs, vocab_size)
+    return inputs
+
+
+def spread_settings(sparse: Arrays, vocab_size: int) -> dict[str, mx.array]:
+    """`bias` and `history` `[B, V]` from a value per row and others at some places."""
+    fill = sparse["bias.fill"][:, None]
+    bias = mx.broadcast_to(fill, (fill.shape[0], vocab_size))
+    history = mx.zeros((fill.shape[0], vocab_size), mx.int32)
+    spread = {"bias": bias, "history": history}
+    for name, array in spread.items():
+        where, values = sparse[f"{name}.places"], sparse[f"{name}.values"]
+        if values.size:
+            array = array + 0  # a broadcast one is not written to
+            array[where[:, 0], where[:, 1]] = values
+        spread[name] = mx.contiguous(array)
+    return spread
 
 
 def run_call(
     compiled: Compiled, function: str, inputs: Arrays, state: CacheState
-) -> tuple[tuple[mx.array, ...], CacheState]:
-    """One call from its stored inputs: outputs before the state, and the state after it."""
-    settings = {name: inputs[name] for name in sampling.SETTING_NAMES if name in inputs}
-    if function == "forward":
-        capacity = state_size(state)[1]
-        mask = make_mask(inputs["valid"], inputs["hidden"], state["lengths"], capacity)
-        logits, state = compiled.forward(inputs["tokens"], mask, state)
-        return (logits,), state
-    if function == "prefill":
-        logits, state = compiled.prefill(inputs["tokens"], inputs["valid"], state)
-        return (logits,), state
-    if function == "prefill_block":
-        valid = inputs["valid"]
-        step = mx.arange(valid.shape[1])
-        block = (step <= step[:, None]) & valid[:, None, :] & valid[..., None]
-        logits, state = compiled.prefill_block(inputs["tokens"], block, state)
-        return (logits,), state
+) -> tuple[dict[str, mx.array], CacheState]:
+    """One call from its inputs: outputs before the state by name, and the state after it."""
+    chosen: Sampled
+    if function in ("forward", "prefill", "prefill_block"):
+        logits, state = _run_prefill(compiled, function, inputs, state)
+        return {"logits": logits}, state
+    if function == "top":
+        ids, logprobs = compiled.top(inputs["logits"])
+        return {"top_tokens": ids, "top_logprobs": logprobs}, state
+    settings = {name: inputs[name] for name in sampling.SETTING_INPUTS if name in inputs}
     if function == "decode_greedy":
-        *outputs, state = compiled.decode_greedy(inputs["token"], inputs["active"], state)
-        return tuple(outputs), state
-    if function == "decode":
-        *outputs, state = compiled.decode(inputs["token"], inputs["active"], settings, state)
-        return tuple(outputs), state
-    return compiled.sample(inputs["logits"], inputs["positions"], settings), state
+        chosen, state = compiled.decode_greedy(inputs["token"], inputs["active"], state)
+    elif function == "decode":
+        chosen, state = compiled.decode(inputs["token"], inputs["active"], settings, state)
+    elif function == "verify_greedy":
+        chosen, state = compiled.verify_greedy(inputs["tokens"], inputs["valid"], state)
+    elif function == "verify":
+        chosen, state = compiled.verify(inputs["tokens"], inputs["valid"], settings, state)
+    else:
+        chosen = compiled.sample(inputs["logits"], inputs["positions"], settings)
+    named = zip(Sampled._fields, chosen, strict=True)
+    return {name: array for name, array in named if array is not None}, state
+
+
+def _run_prefill(
+    compiled: Compiled, function: str, inputs: Arrays, state: CacheState
+) -> tuple[mx.array, CacheState]:
+    tokens, valid = inputs["tokens"], inputs["valid"]
+    if function == "forward":
+        mask = make_mask(valid, inputs["hidden"], state["lengths"], state_size(state)[1])
+        return compiled.forward(tokens, mask, state)
+    if function == "prefill":
+        return compiled.prefill(tokens, valid, state)
+    step = mx.arange(valid.shape[1])
+    block = (step <= step[:, None]) & valid[:, None, :] & valid[..., None]
+    return compiled.prefill_block(tokens, block, state)
 
 
 def make_mask(valid: mx.array, hidden: mx.array, lengths: mx.array, capacity: int) -> mx.array:
@@ -115,17 +174,43 @@ def make_mask(valid: mx.array, hidden: mx.array, lengths: mx.array, capacity: in
     return masks.causal(valid, lengths, capacity) & visible[:, None, None, :]
 
 
-def observe(outputs: tuple[mx.array, ...], probes: mx.array, state: CacheState) -> Observation:
+def observe(outputs: Arrays, probes: mx.array, inputs: Arrays, state: CacheState) -> Observation:
     """Pick what is compared; `probes` int32 `[N, 2]` are pairs of row and column."""
     rows, columns = probes[:, 0], probes[:, 1]
-    if len(outputs) == 1:
-        logits = outputs[0].reshape(-1, outputs[0].shape[-1])
-        values = logits[rows, columns].astype(mx.float32)
+    lengths = state["lengths"] + 0  # a copy: the state moves on
+    accepted = outputs.get("accepted", mx.zeros_like(lengths))
+    if "top_tokens" in outputs:
+        values = outputs["top_logprobs"][rows, columns]
+        return Observation(values, outputs["top_tokens"].reshape(-1), lengths, accepted, {})
+    values = mx.zeros(rows.shape)
+    if "logits" in outputs:
+        logits = outputs["logits"].reshape(-1, outputs["logits"].shape[-1])
+        values = logits[rows, mx.maximum(columns, 0)].astype(mx.float32)
+    if "tokens" not in outputs:
         tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
     else:
-        tokens, logprobs, _ = outputs
-        values = logprobs[rows]
-    return Observation(values, tokens, state["lengths"] + 0)  # a copy: the state moves on
+        tokens = outputs["tokens"].reshape(-1)
+        logprobs = outputs["logprobs"].reshape(-1)[rows]
+        values = mx.where(columns == LOGPROB, logprobs, values)
+    return Observation(values, tokens, lengths, accepted, _find_strange(outputs, inputs))
+
+
+def _find_strange(outputs: Arrays, inputs: Arrays) -> dict[str, mx.array]:
+    """Rows that contradict themselves, by what about them."""
+    strange = {}
+    counted = inputs.get("active")
+    if "accepted" in outputs:
+        chosen = Sampled(outputs["tokens"], outputs["logprobs"], outputs["finite"])
+        counted = guesses.find_emitted(inputs["tokens"], inputs["valid"], chosen)
+        differs = guesses.count_accepted(counted) != outputs["accepted"]
+        strange["accepted"] = mx.array(differs)
+    if "history" in outputs:
+        batch = inputs["history"].shape[0]
+        tokens, finite = (outputs[name].reshape(batch, -1) for name in ("tokens", "finite"))
+        counted = finite if counted is None else counted.reshape(batch, -1) & finite
+        expected = sampling.record(inputs["history"], tokens, counted)
+        strange["history"] = mx.any(expected != outputs["history"], axis=1)
+    return strange
 
 
 def observe_params(prepared: Sequence[mx.array], probes: mx.array) -> mx.array:
@@ -146,7 +231,9 @@ def observe_params(prepared: Sequence[mx.array], probes: mx.array) -> mx.array:
 
 
 def measure_error(values: mx.array, reference: mx.array, scale: float | mx.array) -> float:
-    """Largest difference over `scale`; infinite if anything is not a number."""
+    """Largest difference over `scale`; infinite if anything is not a number, 0 of nothing."""
+    if not values.size:
+        return 0.0
     error = mx.max(mx.abs(values - reference) / scale).item()
     assert isinstance(error, float)
     return error if math.isfinite(error) else math.inf

@@ -37,7 +37,9 @@ class Check:
         function: key of the function.
         check: "error" (largest difference from the float32 reference, over the largest logit, or
             for `prepare` from the exporting process's weights); "tokens" (chosen tokens that
-            differ; near ties are noted instead); "lengths" (rows whose length differs).
+            differ; near ties are noted instead); "lengths" (rows whose length differs); "accepted"
+            (rows that accept another number of guesses than their tokens do); "history" (rows that
+            count other tokens than they chose).
         measured, allowed: the two numbers.
         eager: for "error", the same distance from the eager run that the export recorded.
         note: what else a person should know.
@@ -57,7 +59,7 @@ class Check:
 
 
 def verify(bundle: Bundle | str | Path, progress: Progress | None = None) -> list[Check]:
-    """Run every golden call of a bundle: three checks per function, one for `prepare`.
+    """Run every golden call of a bundle: three to five checks per function, one for `prepare`.
 
     Float32 bundles must come within 2e-5 of a float32 reference and choose its tokens. In 16 bits
     the error may be 1.25 times that of the plain eager run, and another token is a near tie if the
@@ -85,9 +87,9 @@ def _verify(bundle: Bundle, arrays: Mapping[str, mx.array], progress: Progress) 
     total = 1 + len(list(places(golden)))
     checks = [_check_params(bundle, arrays)]
     progress(1, total, PREPARE)
-    for place, seen in replay(bundle.compiled(), golden, arrays):
+    for done, (place, seen) in enumerate(replay(bundle.compiled(), golden, arrays), start=2):
         checks += _check_call(place, seen, arrays)
-        progress(1 + len(checks) // 3, total, place.key)
+        progress(done, total, place.key)
     return checks
 
 
@@ -108,11 +110,12 @@ def _check_call(place: Place, seen: Observation, arrays: Mapping[str, mx.array])
     expected = recorded["expected_tokens"]
     differs = mx.not_equal(seen.tokens, expected) & (expected >= 0)
     close = recorded["gaps"] < 2 * error * call.scale
-    lengths = mx.not_equal(seen.lengths, recorded["expected_lengths"])
+    lengths = mx.not_equal(seen.lengths, recorded["expected_lengths"] + seen.accepted)
     return [
         Check(key, "error", error, call.allowed, eager),
         Check(key, "tokens", _count(differs & ~close), 0, note=_list_ties(differs & close)),
         Check(key, "lengths", _count(lengths), 0),
+        *(Check(key, name, _count(rows), 0) for name, rows in seen.strange.items()),
     ]
 
 

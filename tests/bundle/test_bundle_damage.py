@@ -130,22 +130,22 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 @pytest.mark.usefixtures("untouched")
-@pytest.mark.parametrize("version", ["2.0", "0.9", "", None, 1])
+@pytest.mark.parametrize("version", ["1.0", "3.0", "0.9", "", None, 2])
 def test_another_major_schema_is_refused(copy: Path, version: object) -> None:
     rewrite(copy, lambda data: data.update(schema_version=version))
-    refuse(copy, "schema version .* cannot be read, this funcrt reads 1.x")
+    refuse(copy, "schema version .* cannot be read, this funcrt reads 2.x: .* export it again")
 
 
 def test_added_fields_and_functions_are_passed_over(copy: Path) -> None:
     def add(data: dict[str, Any]) -> None:
-        data["schema_version"] = "1.7"
+        data["schema_version"] = "2.7"
         data["novelty"] = {"anything": [1, None]}
         data["functions"].append({**data["functions"][-1], "name": "grow"})
         for entry in data["functions"]:
             entry["novelty"] = True
 
     rewrite(copy, add)
-    assert load_bundle(copy).manifest.schema_version == "1.7"
+    assert load_bundle(copy).manifest.schema_version == "2.7"
 
 
 CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {

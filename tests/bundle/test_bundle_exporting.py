@@ -208,8 +208,9 @@ def test_a_wide_plan(tmp_path: Path, kind: str) -> None:
     plan = BucketPlan(batch=(1, 2, 5), tokens=(1, 3, 16, 64), capacity=(64, 300))
     rows = verify(export(make_model(kind), tmp_path / "out", plan))
     assert all(row.passed for row in rows)
-    calls = 3 * len(plan.tokens) + 2  # three prefills per T, two decodes
-    assert len(rows) == 1 + 3 * (3 * 2 * calls + 3)
+    # By function: three prefills per T, two decodes; T of 3 and 16 verify; what has no capacity.
+    checks = {"prefills": 3 * 4 * 3, "decodes": 3 + 4, "verifies": 2 * (4 + 5)}
+    assert len(rows) == 1 + 3 * (2 * sum(checks.values()) + 4 + 3)
 
 
 def test_large_weights_are_split(

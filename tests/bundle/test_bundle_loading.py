@@ -243,7 +243,9 @@ def test_inputs_are_not_changed(bundle: Bundle) -> None:
     _, state = bundle([LONG, LONG])
     before = {name: mx.array(to_numpy(array)).astype(array.dtype) for name, array in state.items()}
     token, active = mx.array([3, 4], mx.int32), mx.array([True, True])
-    bundle.functions.decode(token, active, make_settings(2, bundle.vocab_size, temperature=1.0), state)
+    bundle.functions.decode(
+        token, active, make_settings(2, bundle.vocab_size, temperature=1.0), state
+    )
     assert_same(state, before)
 
 
@@ -258,4 +260,7 @@ def test_every_function_of_the_plan_is_there(bundle: Bundle) -> None:
     assert ("forward", Bucket(2, 8, 16)) in functions
     assert ("sample", Bucket(2, 1, 0)) in functions
     assert ("prefill_block", Bucket(2, 4, 32)) in functions
-    assert len(functions) == 4 + 4 + 4 + 2 + 2 + 1
+    assert ("verify", Bucket(2, 4, 16)) in functions
+    assert ("verify_greedy", Bucket(2, 8, 32)) in functions
+    assert ("top", Bucket(2, 1, 0)) in functions
+    assert len(functions) == 5 * 4 + 2 + 2 + 1 + 1

@@ -9,7 +9,7 @@ from typing import Any
 
 from funcrt.buckets import BucketPlan
 from funcrt.bundle import Bundle, load_bundle, verifier, verify
-from funcrt.bundle.layout import make_layout
+from funcrt.bundle.layout import LIKELIEST, VERIFYING, make_layout
 from funcrt.bundle.replay import places
 from funcrt.model import Model
 from funcrt.steps import STEPS
@@ -29,7 +29,16 @@ def test_a_sound_bundle_passes(exports: Exports, kind: str) -> None:
     assert all(row.passed for row in rows)
     functions = {entry.key for entry in bundle.manifest.functions}
     assert {row.function for row in rows} == functions
-    assert len(rows) == 1 + 3 * (len(functions) - 1)
+    checks = {
+        entry.key: {
+            "error", "tokens", "lengths",
+            *({"accepted", "history"} & {output.name for output in entry.outputs}),
+        }
+        for entry in bundle.manifest.functions
+    }  # fmt: skip
+    checks["prepare"] = {"error"}
+    assert {key: {row.check for row in rows if row.function == key} for key in checks} == checks
+    assert len(rows) == sum(map(len, checks.values()))
     assert seen == [(i + 1, len(functions)) for i in range(len(functions))]
     errors = [row for row in rows if row.check == "error"]
     assert any(row.measured > 0 for row in errors)  # a reference of its own
@@ -108,14 +117,22 @@ def test_the_layout_calls_every_function_once_and_never_overflows(sizes: Any) ->
             called.append((call.function, case.batch, call.tokens, case.capacity * step.has_state))
             if call.fresh:
                 lengths = [0] * case.batch
-            if call.function != "sample":
+            after = lengths
+            if step.has_state:
                 counts = [sum(row) for row in call.valid]
-                lengths = [n + count for n, count in zip(lengths, counts, strict=True)]
+                after = [n + count for n, count in zip(lengths, counts, strict=True)]
                 kinds |= {tuple(row) for row in call.valid if call.tokens >= 4}
-            assert call.lengths == lengths
-            assert max(lengths) <= case.capacity - 1
+            assert max(after) <= case.capacity - 1
+            assert call.undo == (call.function in VERIFYING)
+            if call.undo:  # the lengths if every guess is wrong
+                ahead = zip(lengths, call.valid, strict=True)
+                assert call.lengths == [n + any(real) for n, real in ahead]
+            else:
+                lengths = after
+                assert call.lengths == lengths
             assert call.spots
-            assert all(0 <= token < 50 for row in call.ids for token in row)
+            least = LIKELIEST if call.undo else 0
+            assert all(least <= token < 50 for row in call.ids for token in row)
             assert all(h < length for h, length in zip(call.hidden, lengths, strict=True))
     expected = [
         (step.name, *bucket)
