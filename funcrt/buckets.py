@@ -8,9 +8,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from funcrt.errors import CapacityError, InputError
+
+if TYPE_CHECKING:
+    from funcrt.footprint import Footprint
 
 _MOST_PLANNED = 1 << 16  # tokens that the choice of chunks looks ahead
 
@@ -55,6 +58,47 @@ class BucketPlan:
             if not numbers or not all(_is_size(number, least) for number in numbers):
                 raise InputError(f"plan {name}: expected integers >= {least}, got {numbers}")
             object.__setattr__(self, name, tuple(sorted(set(numbers))))
+
+    @classmethod
+    def from_trace(
+        cls,
+        lengths: Iterable[Sequence[int]],
+        memory_budget: int | None = None,
+        *,
+        footprint: Footprint | None = None,
+        overhead: int | None = None,
+        max_batches: int = 5,
+        max_chunks: int = 4,
+        max_capacities: int = 3,
+        max_batch: int = 64,
+        max_chunk: int = 512,
+    ) -> BucketPlan:
+        """A plan for requests like those of a sample.
+
+        Capacities are those that leave fewest slots empty, tokens per call the powers of two with
+        which prompts are cheapest to feed (one of them at most 8), batches powers of two as far as
+        the longest request fits in memory that often.
+
+        Args:
+            lengths: pairs (prompt tokens, new tokens), each at least 1.
+            memory_budget: bytes for weights, cache states and calls; None is no limit.
+            footprint: of the model, see `Footprint.of`; None is an 8B llama in bfloat16 with 16 GB
+                of weights and 128 KiB of cache per token.
+            overhead: what a call costs beside its tokens; None is that of the default device.
+            max_batches: how many batch sizes there may be.
+            max_chunks: how many sizes of tokens per call.
+            max_capacities: how many capacities.
+            max_batch: the largest batch.
+            max_chunk: the most tokens per call.
+
+        Raises:
+            InputError: lengths that are not such pairs, or limits below 1.
+            CapacityError: the longest request alone is beyond the budget.
+        """
+        from funcrt.planning import Limits, make_plan  # it knows arrays, this module does not
+
+        limits = Limits(max_batches, max_chunks, max_capacities, max_batch, max_chunk)
+        return make_plan(lengths, memory_budget, footprint, overhead, limits)
 
     def __iter__(self) -> Iterator[Bucket]:
         return (Bucket(b, t, s) for b in self.batch for s in self.capacity for t in self.tokens)
