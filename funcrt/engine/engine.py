@@ -16,9 +16,9 @@ from funcrt.engine.handle import Handle
 from funcrt.engine.options import Options, Prompt, Prompts, Wish, read_wishes
 from funcrt.engine.owner import Owner
 from funcrt.engine.request import Chunk, Completion, Request
-from funcrt.engine.scheduler import OnStep, Scheduler
+from funcrt.engine.scheduler import Scheduler
 from funcrt.engine.speculative import Drafter, ModelDrafter, NgramDrafter, check_draft
-from funcrt.engine.stats import Stats
+from funcrt.engine.stats import OnStep, Stats
 from funcrt.errors import InputError
 from funcrt.footprint import Footprint
 from funcrt.steps import STEPS

@@ -6,7 +6,13 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from funcrt import cache
+from funcrt.buckets import BucketPlan
 from funcrt.cache import CacheSpec, CacheState
+from funcrt.engine.request import Request
+from funcrt.engine.rows import choose_capacity, copy_row, resize
+
+import mlx.core as mx
 
 LEAST_SHARED = 8
 """A shorter common beginning costs more to copy than to compute."""
@@ -54,11 +60,15 @@ class PrefixPool:
     """Rows of recently finished requests, the least recently used of which go first.
 
     Args:
+        spec: the arrays of a cache state.
+        plan: the declared buckets.
         rewind: how far rows can go back.
         limit: most bytes to keep.
     """
 
-    def __init__(self, rewind: Rewind, limit: int) -> None:
+    def __init__(self, spec: CacheSpec, plan: BucketPlan, rewind: Rewind, limit: int) -> None:
+        self._spec = spec
+        self._plan = plan
         self._rewind = rewind
         self._limit = limit
         self._entries: OrderedDict[int, Prefix] = OrderedDict()
@@ -71,11 +81,24 @@ class PrefixPool:
         """Bytes that are kept."""
         return sum(entry.nbytes for entry in self._entries.values())
 
-    def takes(self, tokens: Sequence[int], nbytes: int) -> bool:
-        """Whether a row of so many bytes is worth its copy."""
-        if nbytes > self._limit or len(tokens) < LEAST_SHARED:
-            return False
-        return all(shared(entry.tokens, tokens) < len(tokens) for entry in self._entries.values())
+    def keep(self, request: Request, state: CacheState, row: int) -> None:
+        """Keep a copy of a finished row, if it can be of use."""
+        tokens = request.sequence[: request.cached]
+        length = len(tokens)  # fewer than cached where a text ended among accepted guesses
+        capacity = choose_capacity(self._plan, self._spec, request.cached)
+        if (
+            request.completion.finish_reason == "error"
+            or length < LEAST_SHARED
+            or cache.state_bytes(self._spec, 1, capacity) > self._limit
+            or not self._rewind.allows(request.written, length)
+            or any(shared(entry.tokens, tokens) == length for entry in self._entries.values())
+        ):
+            return
+        copied = resize(copy_row(state, row), capacity)
+        if length < request.cached:
+            copied = cache.trim(copied, request.cached - length)
+        mx.eval(copied)
+        self.add(Prefix(tokens, copied, request.written))
 
     def add(self, entry: Prefix) -> None:
         """Keep a row, in place of those that it contains."""
@@ -95,20 +118,19 @@ class PrefixPool:
         """The row that can be cut to the longest beginning of `tokens`, and that length."""
         best, length = None, 0
         for entry in self._entries.values():
-            common = reusable(entry.tokens, entry.written, tokens, self._rewind)
+            common = self.reusable(entry.tokens, entry.written, tokens)
             if common > length:
                 best, length = entry, common
         if best is not None:
             self._entries.move_to_end(id(best))
         return best, length
 
-
-def reusable(cached: Sequence[int], written: int, tokens: Sequence[int], rewind: Rewind) -> int:
-    """How many of `tokens` a row can serve: all but the last at most, whose logits are wanted."""
-    common = min(shared(cached, tokens), len(tokens) - 1)
-    if common < LEAST_SHARED or not rewind.allows(written, common):
-        return 0
-    return common
+    def reusable(self, cached: Sequence[int], written: int, tokens: Sequence[int]) -> int:
+        """How many of `tokens` a row can serve: not the last one, whose logits are wanted."""
+        common = min(shared(cached, tokens), len(tokens) - 1)
+        if common < LEAST_SHARED or not self._rewind.allows(written, common):
+            return 0
+        return common
 
 
 def shared(a: Sequence[int], b: Sequence[int]) -> int:

@@ -98,10 +98,11 @@ class Rows:
             self.requests = []
             self.capacity = 0
 
-    def copy(self, row: int) -> CacheState:
-        """A state of that row alone."""
-        assert self.state is not None
-        return copy_row(self.state, row)
+    def take(self) -> CacheState:
+        """The state, for a call that replaces it: nothing else may hold it then."""
+        state, self.state = self.state, None
+        assert state is not None
+        return state
 
     def _move(self, batch: int, capacity: int) -> None:
         assert self.state is not None

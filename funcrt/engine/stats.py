@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
 from funcrt.buckets import Bucket
+from funcrt.engine.calls import Call
+
+import mlx.core as mx
 
 
 @dataclass
@@ -134,6 +140,71 @@ class StepReport:
     def rate(self) -> float:
         """New tokens per second of this call."""
         return _over(self.new_tokens, self.seconds)
+
+
+OnStep = Callable[[StepReport], None]
+
+
+class Meter:
+    """Counts calls and reports them.
+
+    Args:
+        traces: of the functions that are called.
+        on_step: gets a report of every call; if it raises, this is logged and it gets no more.
+
+    Attributes:
+        stats: the counters.
+    """
+
+    def __init__(self, traces: Counter[str], on_step: OnStep | None) -> None:
+        self.stats = Stats()
+        self._traces = traces
+        self._on_step = on_step
+
+    def count(self, call: Call, new_tokens: int, **present: int) -> None:
+        """Count a call that gave so many tokens; `present` are the fields of the report on now."""
+        stats, bucket = self.stats, call.bucket
+        slots = sum(request.cached for request in call.rows.values())
+        stats.steps += 1
+        stats.generated_tokens += new_tokens
+        if call.function == "prefill":
+            stats.prompt_tokens += call.tokens
+            stats.reused_tokens += call.reused
+            stats.prompt_seconds += call.seconds
+        else:
+            stats.decode_tokens += new_tokens
+            stats.decode_seconds += call.seconds
+            stats.guessed_tokens += call.guessed
+            stats.accepted_tokens += call.accepted
+            stats.row_places += bucket.batch
+            stats.row_real += len(call.rows)
+            stats.slot_places += bucket.batch * bucket.capacity
+            stats.slot_real += slots
+        if call.function != "decode":
+            stats.token_places += bucket.batch * bucket.tokens
+            stats.token_real += call.tokens
+        if self._on_step is not None:
+            report = StepReport(
+                function=call.function,
+                bucket=bucket,
+                rows=len(call.rows),
+                tokens=call.tokens,
+                slots=slots,
+                new_tokens=new_tokens,
+                seconds=call.seconds,
+                traces=self._traces.total(),
+                memory=mx.get_active_memory(),
+                **present,
+            )
+            self._report(report)
+
+    def _report(self, report: StepReport) -> None:
+        assert self._on_step is not None
+        try:
+            self._on_step(report)
+        except Exception:
+            logging.getLogger(__name__).exception("on_step raised; it is not called again")
+            self._on_step = None
 
 
 def _over(count: float, whole: float) -> float:

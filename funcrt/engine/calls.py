@@ -1,0 +1,86 @@
+"""One call of the model: which requests it served, what it cost, and what every one of them got."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from funcrt.buckets import Bucket
+from funcrt.cache import CacheState
+from funcrt.compiled import Compiled
+from funcrt.engine.request import Choice, Request
+from funcrt.sampling import Sampled
+
+import mlx.core as mx
+
+
+@dataclass
+class Call:
+    """What the host has to know of a call.
+
+    Attributes:
+        function: "prefill", "decode" or "verify".
+        bucket: its shape.
+        rows: the requests that it served, by row.
+        tokens: real ones among B x T.
+        seconds: wall time.
+        choices: the new tokens of each request that got any.
+        guessed: how many of its tokens were guesses.
+        reused: prompt tokens that were forked instead of computed.
+    """
+
+    function: str
+    bucket: Bucket
+    rows: dict[int, Request]
+    tokens: int
+    seconds: float = 0.0
+    choices: dict[Request, list[Choice]] = field(default_factory=dict)
+    guessed: int = 0
+    reused: int = 0
+
+    @property
+    def accepted(self) -> int:
+        """How many guesses were right."""
+        return sum(len(chosen) - 1 for chosen in self.choices.values())
+
+
+def read_choices(
+    compiled: Compiled, sampled: Sampled, rows: Mapping[int, Request], state: CacheState
+) -> dict[Request, list[Choice]]:
+    """What each of the rows got, after waiting for the device once, state included."""
+    tops = []
+    if any(request.top for request in rows.values()):
+        assert sampled.logits is not None
+        places = [sampled.logits] if sampled.accepted is None else _split(sampled.logits)
+        tops = [compiled.top(logits) for logits in places]
+    mx.eval(sampled, tops, state)
+    columns = [sampled.tokens, sampled.logprobs, sampled.finite]
+    if sampled.accepted is None:  # one token per row: [B] as [B, 1]
+        columns = [array[:, None] for array in columns]
+    tokens, logprobs, finite = map(_values, columns)
+    more = [0] * len(tokens) if sampled.accepted is None else _values(sampled.accepted)
+    likely = [(_values(ids), _values(values)) for ids, values in tops]
+    choices: dict[Request, list[Choice]] = {}
+    for row, request in rows.items():
+        choices[request] = []
+        for place in range(more[row] + 1):
+            pairs: tuple[tuple[int, float], ...] = ()
+            if request.top:
+                ids, values = likely[place]
+                pairs = tuple(zip(ids[row], values[row], strict=True))[: request.top]
+            choices[request].append(
+                Choice(tokens[row][place], logprobs[row][place], finite[row][place], pairs)
+            )
+    return choices
+
+
+def _split(logits: mx.array) -> list[mx.array]:
+    """`[B, T, V]` by places."""
+    return [logits[:, place] for place in range(logits.shape[1])]
+
+
+def _values(array: mx.array) -> list[Any]:
+    values = array.tolist()
+    assert isinstance(values, list)
+    return values

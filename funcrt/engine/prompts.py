@@ -1,0 +1,173 @@
+"""Prompts on their way into the cache, in chunks of several at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+
+from funcrt import cache, sampling
+from funcrt.buckets import Bucket, choose_overhead
+from funcrt.cache import CacheState
+from funcrt.compiled import Compiled
+from funcrt.engine.calls import Call, read_choices
+from funcrt.engine.controls import is_greedy, make
+from funcrt.engine.prefixes import LEAST_SHARED, Prefix, PrefixPool
+from funcrt.engine.request import Request
+from funcrt.engine.rows import Rows, choose_capacity, copy_row, stack
+from funcrt.sampling import Sampled
+
+import mlx.core as mx
+
+_WHOLE_CALL = 4  # a call of so many times the overhead spends most of its time on tokens
+
+
+class Prompts:
+    """Requests whose prompt is not all in the cache yet.
+
+    Each has a state of one row to itself. For a call some of these are stacked in a bucket; rows
+    whose prompt is done are then handed over, the others wait for their next turn.
+
+    Args:
+        compiled: the step functions.
+        prefixes: rows of finished requests.
+        running: the running batch, whose rows can be forked, too.
+
+    Attributes:
+        requests: in the order of their arrival.
+    """
+
+    def __init__(self, compiled: Compiled, prefixes: PrefixPool, running: Rows) -> None:
+        self.requests: list[Request] = []
+        self._compiled = compiled
+        self._plan = compiled.plan
+        self._spec = compiled.cache_spec
+        self._prefixes = prefixes
+        self._running = running
+        self._overhead = choose_overhead()
+        self._most_places = max(self._plan.tokens[-1], _WHOLE_CALL * self._overhead)
+
+    def prefill(self) -> tuple[Call, CacheState]:
+        """One chunk. Requests with a choice have left; the state returned is theirs, by row."""
+        begin = time.perf_counter()
+        group = self._choose_group()
+        new = [request for request in group if request.row is None]
+        for request in new:
+            self._start(request)
+        width = self._plan.choose_chunk(max(r.pending for r in group), self._overhead)
+        counts = [min(width, request.pending) for request in group]
+        batch = self._plan.choose_batch(len(group))
+        longest = max(r.cached + n for r, n in zip(group, counts, strict=True))
+        capacity = choose_capacity(self._plan, self._spec, longest)
+        state = stack(self._spec, [_take_row(request) for request in group], batch, capacity)
+        tokens = [[0] * width for _ in range(batch)]
+        for row, (request, count) in enumerate(zip(group, counts, strict=True)):
+            tokens[row][:count] = request.prompt[request.cached : request.cached + count]
+            request.cached += count
+            request.written = request.cached
+        real = mx.array([*counts, *[0] * (batch - len(group))])[:, None]
+        logits, state = self._compiled.prefill(
+            mx.array(tokens, dtype=mx.int32), mx.arange(width) < real, state
+        )
+        rows = dict(enumerate(group))
+        reused = sum(request.completion.reused_tokens for request in new)
+        call = Call("prefill", Bucket(batch, width, capacity), rows, sum(counts), reused=reused)
+        ready = {row: request for row, request in rows.items() if not request.pending}
+        if ready:
+            sampled = self._sample(logits, group, batch)
+            call.choices = read_choices(self._compiled, sampled, ready, state)
+        else:
+            mx.eval(state)
+        for row, request in rows.items():
+            if row in ready:
+                self.requests.remove(request)
+            else:
+                request.row = copy_row(state, row)
+        call.seconds = time.perf_counter() - begin
+        return call, state
+
+    def _choose_group(self) -> list[Request]:
+        """The requests of the next chunk: as many as make a token cheapest.
+
+        Those with the shortest rest go first, so that a short prompt does not wait for a long one;
+        every chunk that a request waited for counts for it, so that none waits for ever.
+        """
+        longest = self._plan.tokens[-1]
+        queue = sorted(self.requests, key=lambda r: r.pending - r.waited * longest)
+        group: list[Request] = []
+        best, cheapest = 1, float("inf")
+        for request in queue:
+            if self._waits(request, group):
+                continue
+            group.append(request)
+            width = self._plan.choose_chunk(max(r.pending for r in group), self._overhead)
+            places = self._plan.choose_batch(len(group)) * width
+            if places > self._most_places and len(group) > 1:
+                group.pop()
+                break
+            cost = (places + self._overhead) / sum(min(width, r.pending) for r in group)
+            if cost < cheapest:
+                best, cheapest = len(group), cost
+        group = group[:best]
+        for request in self.requests:
+            request.waited += request not in group
+        return group
+
+    def _waits(self, request: Request, group: Collection[Request]) -> bool:
+        """Whether a request had better fork what is about to be computed for one of the group."""
+        if request.row is not None or not group:
+            return False
+        already = self._find_prefix(request)[1]
+        return any(
+            self._prefixes.reusable(other.prompt, len(other.prompt), request.prompt)
+            >= already + LEAST_SHARED
+            for other in group
+        )
+
+    def _start(self, request: Request) -> None:
+        """A row for a request, with the longest beginning of its prompt that is cached."""
+        source, length = self._find_prefix(request)
+        if source is None:
+            capacity = choose_capacity(self._plan, self._spec, 1)
+            request.row = cache.init_cache(self._spec, 1, capacity)
+            return
+        if isinstance(source, Prefix):
+            row, held = source.state, len(source.tokens)
+        else:
+            row, held = self._row_of(source), source.cached
+        request.row = cache.trim(row, held - length) if held > length else row
+        request.cached = request.completion.reused_tokens = length
+        request.written = source.written
+
+    def _find_prefix(self, request: Request) -> tuple[Prefix | Request | None, int]:
+        """Whose row begins like the prompt, and for how many tokens."""
+        best: Prefix | Request | None
+        best, length = self._prefixes.find(request.prompt)
+        for other in [*self._running.seated.values(), *self.requests]:
+            held = other.sequence[: other.cached]
+            common = self._prefixes.reusable(held, other.written, request.prompt)
+            if common > length:
+                best, length = other, common
+        return best, length
+
+    def _row_of(self, request: Request) -> CacheState:
+        """What a request that goes on holds. Arrays may be shared: whoever writes next copies."""
+        if request.row is not None:
+            return request.row
+        assert self._running.state is not None
+        return copy_row(self._running.state, self._running.requests.index(request))
+
+    def _sample(self, logits: mx.array, group: Sequence[Request], batch: int) -> Sampled:
+        """The first new tokens of prompts that are done; at those of the others nobody looks."""
+        if is_greedy(group):
+            return sampling.greedy(logits)._replace(logits=logits)
+        requests = [*group, *[None] * (batch - len(group))]
+        positions = mx.array([r.cached if r else 0 for r in requests], dtype=mx.int32)
+        settings = make(requests, self._compiled.vocab_size)
+        return self._compiled.sample(logits, positions, settings)._replace(logits=logits)
+
+
+def _take_row(request: Request) -> CacheState:
+    """The row of a request, which then belongs to the caller alone."""
+    row, request.row = request.row, None
+    assert row is not None
+    return row
