@@ -30,10 +30,15 @@ class Admission:
 
     def __init__(self, footprint: Footprint, plan: BucketPlan, budget: int | None) -> None:
         self._footprint = footprint
+        self._drafts: list[Footprint] = []
         self._plan = plan
         if budget is None:
             budget = footprint.weights + int(_SHARE * machine.available_memory())
         self.budget = budget
+
+    def add_draft(self, footprint: Footprint) -> None:
+        """Count a draft model, too: its weights, and as many rows as the model itself has."""
+        self._drafts.append(footprint)
 
     def check(self, longest: int) -> None:
         """Raise CapacityError if a text of so many tokens does not even fit alone."""
@@ -57,4 +62,5 @@ class Admission:
         decoding = self._footprint.total(batch, 1, capacity)
         states = 2 * self._footprint.state(batch, capacity)
         prefilling = self._footprint.call(plan.batch[0], plan.tokens[-1], capacity)
-        return max(decoding, self._footprint.weights + states + prefilling)
+        drafts = sum(f.weights + 2 * f.state(batch, capacity) for f in self._drafts)
+        return drafts + max(decoding, self._footprint.weights + states + prefilling)

@@ -66,12 +66,12 @@ class Engine:
         footprint = Footprint.of(model, self.compiled.cache_spec)
         self._admission = Admission(footprint, self.compiled.plan, memory_budget)
         self._ends = frozenset(model.eos_token_ids)
-        self._drafters: dict[Any, Drafter] = {}
-        self._speculate = speculate
-        self._choose_drafter(speculate)
         self._owner = Owner(
             Scheduler(self.compiled, self._admission, on_step), self.compiled.is_imported
         )
+        self._drafters: dict[Any, Drafter] = {}
+        self._speculate = speculate
+        self._choose_drafter(speculate)
         # Also at the interpreter's end: a thread must not be inside MLX then.
         self._finalizer = weakref.finalize(self, self._owner.close)
 
@@ -184,7 +184,10 @@ class Engine:
             raise InputError(f'speculate: expected None, "ngram" or a model, got {speculate!r}')
         if speculate not in self._drafters:
             check_draft(self.model, speculate)
-            self._drafters[speculate] = ModelDrafter(speculate, plan)
+            drafter = ModelDrafter(speculate, plan)
+            self._admission.add_draft(Footprint.of(speculate, drafter.compiled.cache_spec))
+            self._owner.runs_imported |= drafter.compiled.is_imported
+            self._drafters[speculate] = drafter
         return self._drafters[speculate]
 
     def _submit(

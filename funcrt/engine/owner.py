@@ -25,11 +25,14 @@ class Owner:
     Args:
         scheduler: touched by the thread only.
         runs_imported: its graphs are imported ones, which take turns, see `funcrt.streams`.
+
+    Attributes:
+        runs_imported: may become true later, with a draft model.
     """
 
     def __init__(self, scheduler: Scheduler, runs_imported: bool) -> None:
         self._scheduler = scheduler
-        self._runs_imported = runs_imported
+        self.runs_imported = runs_imported
         self._device = mx.default_device()
         self._mailbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._requests: dict[Handle, Request] = {}
@@ -67,7 +70,7 @@ class Owner:
                 thread.join()
 
     def _run(self) -> None:
-        with streams.owner(self._device, self._runs_imported):
+        with streams.owner(self._device, self.runs_imported):
             while True:
                 if not self._scheduler.busy:
                     self._requests.clear()
@@ -91,7 +94,7 @@ class Owner:
             return _NOTHING
 
     def _round(self) -> None:
-        turn = streams.turn() if self._runs_imported else contextlib.nullcontext()
+        turn = streams.turn() if self.runs_imported else contextlib.nullcontext()
         try:
             with turn:
                 self._scheduler.round()

@@ -17,7 +17,7 @@ from funcrt.engine.controls import Controls, is_greedy
 from funcrt.engine.prefixes import shared
 from funcrt.engine.request import Request
 from funcrt.engine.rows import Rows
-from funcrt.errors import InputError
+from funcrt.errors import CapacityError, InputError
 
 import mlx.core as mx
 
@@ -94,21 +94,28 @@ class ModelDrafter(Drafter):
 
     Args:
         model: the smaller model.
-        plan: the shapes of its calls; a bundle's own plan where it is one.
+        plan: the shapes of its calls. A bundle that was exported for others uses its own; texts
+            that it has no room for are not guessed.
+
+    Attributes:
+        compiled: its step functions.
 
     Raises:
         InputError: a model whose cache cannot go back: recurrent layers.
     """
 
-    def __init__(self, model: CallForm, plan: BucketPlan | None) -> None:
-        self._compiled = model.compiled(plan)
-        spec = self._compiled.cache_spec
+    def __init__(self, model: CallForm, plan: BucketPlan) -> None:
+        try:
+            self.compiled = model.compiled(plan)
+        except CapacityError:
+            self.compiled = model.compiled()
+        spec = self.compiled.cache_spec
         if any(entry.kind == "recurrent" for entry in spec):
             raise InputError(
                 "speculate: a draft model with recurrent layers cannot take guesses back: use one "
                 'with attention only, or "ngram"'
             )
-        self._rows = Rows(spec, self._compiled.plan)
+        self._rows = Rows(spec, self.compiled.plan)
         self._held: dict[Request, list[int]] = {}  # the tokens in each text's row
         self._controls = Controls(model.vocab_size)
 
@@ -117,7 +124,7 @@ class ModelDrafter(Drafter):
         wanted = {request: most for request, most in wanted.items() if self._seat(request, most)}
         if not wanted:
             return {}
-        plan = self._compiled.plan
+        plan = self.compiled.plan
         self._rows.fit(len(self._held), max(len(r.sequence) + n for r, n in wanted.items()))
         self._take_back(wanted)
         while any(self._pending(request) > 1 for request in wanted):
@@ -133,7 +140,7 @@ class ModelDrafter(Drafter):
 
     def _seat(self, request: Request, most: int) -> bool:
         """Whether there is a row for a text, and room in it."""
-        plan = self._compiled.plan
+        plan = self.compiled.plan
         tokens = len(request.sequence) + most
         if tokens > plan.capacity[-1] - 1:
             return False
@@ -174,7 +181,7 @@ class ModelDrafter(Drafter):
                 self._held[request] += chunk
         valid = mx.arange(width) < mx.array(counts)[:, None]
         assert self._rows.state is not None
-        _, self._rows.state = self._compiled.prefill(
+        _, self._rows.state = self.compiled.prefill(
             mx.array(tokens, dtype=mx.int32), valid, self._rows.state
         )
         mx.eval(self._rows.state)
@@ -196,10 +203,10 @@ class ModelDrafter(Drafter):
             self._rows.state = None
             ids, real = mx.array(token, dtype=mx.int32), mx.array(active)
             if greedy:
-                sampled, state = self._compiled.decode_greedy(ids, real, state)
+                sampled, state = self.compiled.decode_greedy(ids, real, state)
             else:
                 settings = self._controls.of(self._rows.requests)
-                sampled, state = self._compiled.decode(ids, real, settings, state)
+                sampled, state = self.compiled.decode(ids, real, settings, state)
                 self._controls.advance(sampled.history)
             mx.eval(sampled.tokens, state)
             self._rows.state = state
