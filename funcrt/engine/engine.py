@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -70,6 +71,7 @@ class Engine:
             Scheduler(self.compiled, self._admission, on_step), self.compiled.is_imported
         )
         self._drafters: dict[Any, Drafter] = {}
+        self._making_drafter = threading.Lock()
         self._speculate = speculate
         self._choose_drafter(speculate)
         # Also at the interpreter's end: a thread must not be inside MLX then.
@@ -182,13 +184,17 @@ class Engine:
             return self._drafters.setdefault(NGRAM, NgramDrafter())
         if not isinstance(speculate, CallForm):
             raise InputError(f'speculate: expected None, "ngram" or a model, got {speculate!r}')
-        if speculate not in self._drafters:
-            check_draft(self.model, speculate)
-            drafter = ModelDrafter(speculate, plan)
-            self._admission.add_draft(Footprint.of(speculate, drafter.compiled.cache_spec))
-            self._owner.runs_imported |= drafter.compiled.is_imported
-            self._drafters[speculate] = drafter
+        with self._making_drafter:
+            if speculate not in self._drafters:
+                self._drafters[speculate] = self._make_drafter(speculate)
         return self._drafters[speculate]
+
+    def _make_drafter(self, draft: CallForm) -> Drafter:
+        check_draft(self.model, draft)
+        drafter = ModelDrafter(draft, self.compiled.plan)
+        self._admission.add_draft(Footprint.of(draft, drafter.compiled.cache_spec))
+        self._owner.runs_imported |= drafter.compiled.is_imported
+        return drafter
 
     def _submit(
         self,
