@@ -118,10 +118,15 @@ def split_settings(count: int, vocab_size: int, **options: Any) -> list[Row]:
         InputError: as `check_settings`, and for a wrong number of values.
     """
     columns = {name: _spread(name, value, count) for name, value in options.items()}
-    return [
-        check_settings(vocab_size, **{name: column[i] for name, column in columns.items()})
-        for i in range(count)
-    ]
+    checked: dict[tuple[int, ...], Row] = {}  # by identity: equal rows are checked once
+    rows = []
+    for i in range(count):
+        given = {name: column[i] for name, column in columns.items()}
+        key = tuple(map(id, given.values()))
+        if key not in checked:
+            checked[key] = check_settings(vocab_size, **given)
+        rows.append(dict(checked[key]))
+    return rows
 
 
 def uses_history(row: Row) -> bool:
