@@ -42,8 +42,7 @@ def load_bundle(folder: str | Path) -> Bundle:
         BundleError: in one line, what is wrong and what to do.
     """
     bundle = open_bundle(folder)
-    with streams.turn():
-        evaluate_singly(bundle.prepared)
+    _ = bundle.prepared
     return bundle
 
 
@@ -124,17 +123,19 @@ class Bundle(CallForm):
 
     @cached_property
     def prepared(self) -> list[mx.array]:
-        """The weights that graphs take, made by the exported `prepare`. Lazy until evaluated."""
+        """The weights that graphs take, made by the exported `prepare`."""
         entry = self.manifest.prepare_function(self.device)
-        made = self._import(entry)(*self._stored.values())
-        expected = self.manifest.params.prepared[self.device]
-        names = [spec.name for spec in expected]
-        if len(made) != len(names) or describe_arrays(dict(zip(names, made, strict=True))) != (
-            expected
-        ):
-            raise BundleError(f"{self.folder}: {entry.file} returns other weights than listed")
-        self._stored = {}  # not held beside what is made of them
-        return list(made)
+        with streams.turn():
+            made = list(self._import(entry)(*self._stored.values()))
+            expected = self.manifest.params.prepared[self.device]
+            names = [spec.name for spec in expected]
+            if len(made) != len(names) or describe_arrays(dict(zip(names, made, strict=True))) != (
+                expected
+            ):
+                raise BundleError(f"{self.folder}: {entry.file} returns other weights than listed")
+            self._stored = {}  # not held beside what is made of them
+            evaluate_singly(made)
+        return made
 
     @property
     def config_values(self) -> Mapping[str, Any]:
