@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 
 from funcrt import streams
 from funcrt.engine.handle import Handle
@@ -53,11 +54,11 @@ class Owner:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="funcrt-engine", daemon=True)
                 self._thread.start()
-            self._mailbox.put(lambda: self._begin(request))
+            self._mailbox.put(partial(self._begin, request))
 
     def cancel(self, handle: Handle) -> None:
         """End a request where it is, soon."""
-        self._mailbox.put(lambda: self._cancel(handle))
+        self._mailbox.put(partial(self._cancel, handle))
 
     def close(self) -> None:
         """Cancel everything and end the thread; waits for the step that is under way."""
@@ -72,32 +73,24 @@ class Owner:
     def _run(self) -> None:
         with streams.owner(self._device, self.runs_imported):
             while True:
+                message: Message | None = self._scheduler.round
                 if not self._scheduler.busy:
                     self._requests.clear()
                     message = self._mailbox.get()
-                else:
-                    message = self._next()
-                    if message is _NOTHING:
-                        self._round()
-                        continue
+                elif not self._mailbox.empty():
+                    message = self._mailbox.get()
                 if message is None:
                     break
-                message()
-                del message  # it holds a request
+                self._do(message)
+                del message  # it may hold a request
             for handle in list(self._requests):
-                self._cancel(handle)
+                self._do(partial(self._cancel, handle))
 
-    def _next(self) -> Message | None:
-        try:
-            return self._mailbox.get_nowait()
-        except queue.Empty:
-            return _NOTHING
-
-    def _round(self) -> None:
-        turn = streams.turn() if self.runs_imported else contextlib.nullcontext()
+    def _do(self, work: Message) -> None:
+        turn = streams.turn() if self.runs_imported else nullcontext()
         try:
             with turn:
-                self._scheduler.round()
+                work()
         except Exception as error:  # noqa: BLE001 (whoever waits has to know, and others may go on)
             self._scheduler.fail(error)
 
@@ -109,7 +102,3 @@ class Owner:
         request = self._requests.pop(handle, None)
         if request is not None:
             self._scheduler.cancel(request)
-
-
-def _NOTHING() -> None:  # noqa: N802 (a value)
-    """Stands for an empty mailbox."""

@@ -19,6 +19,7 @@ from funcrt.engine.prompts import Prompts
 from funcrt.engine.request import Choice, Chunk, Request
 from funcrt.engine.rows import Rows
 from funcrt.engine.stats import Meter, OnStep, Stats
+from funcrt.errors import EngineError
 
 _POOL_SHARE = 0.1  # of the memory budget, for rows of finished requests
 
@@ -78,7 +79,9 @@ class Scheduler:
         self._outbox.clear()
         self._begin()
         for request in failed:
-            self._fail(request, error)
+            failure = EngineError(f"the model failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self._fail(request, failure)
 
     def round(self) -> None:
         """Admit what fits, then one chunk of prompts, then one step of the running batch."""
