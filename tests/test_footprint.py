@@ -76,6 +76,25 @@ def test_a_call_takes_what_was_foretold(shape: tuple[int, int, int], eager: bool
 
 
 @cpu_only
+@pytest.mark.parametrize(
+    "wide",
+    [
+        {"intermediate_size": 2048},
+        {"hidden_size": 512},
+        {"num_heads": 32, "num_kv_heads": 32},
+        {"num_heads": 32, "num_kv_heads": 1, "head_dim": 64},
+    ],
+    ids=str,
+)
+def test_what_stands_between_layers_is_foretold(wide: dict[str, int]) -> None:
+    """A cache so short that scores do not outweigh the rest."""
+    model, shape = model_of("float32", **wide), (1, 64, 66)
+    foretold = footprint_of(model, *shape).call(*shape)
+    assert 0.9 * (measured := measure(model, "prefill", shape, False)) <= foretold
+    assert foretold <= 2.1 * measured
+
+
+@cpu_only
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
 def test_drawing_tokens_takes_what_was_foretold(eager: bool) -> None:
     """A vocabulary so wide that logits outweigh everything else."""
