@@ -89,23 +89,24 @@ def check_lengths(lengths: Iterable[Sequence[int]]) -> list[Request]:
     given: Any = lengths
     if not isinstance(given, Iterable) or isinstance(given, (str, bytes, Mapping)):
         raise InputError(f"lengths: expected pairs (prompt, new), got {type(given).__name__}")
-    requests = [_check_pair(i, pair) for i, pair in enumerate(given)]
+    requests = [check_pair(f"request {i}", pair) for i, pair in enumerate(given)]
     if not requests:
         raise InputError("lengths: expected at least one pair (prompt, new), got none")
     return requests
 
 
-def _check_pair(index: int, pair: Any) -> Request:
+def check_pair(where: str, pair: Any) -> Request:
+    """One request. Raises InputError that begins with `where`."""
     try:
         prompt, new = pair
     except (TypeError, ValueError):
         raise InputError(
-            f"request {index}: expected two numbers (prompt tokens, new tokens), got {pair!r}"
+            f"{where}: expected two numbers (prompt tokens, new tokens), got {pair!r}"
         ) from None
     for name, number in [("prompt tokens", prompt), ("new tokens", new)]:
-        _check_number(f"request {index}: {name}", number, 1)
+        _check_number(f"{where}: {name}", number, 1)
     if prompt + new >= _LARGEST_NUMBER:
-        raise InputError(f"request {index}: {prompt} + {new} tokens are more than any cache holds")
+        raise InputError(f"{where}: {prompt} + {new} tokens are more than any cache holds")
     return Request(int(prompt), int(new))
 
 
