@@ -94,6 +94,7 @@ class Decoding:
     def _settings(self, rows: Mapping[int, Request]) -> Any:
         """Settings arrays, or None where plain greedy decoding does."""
         if is_greedy(list(rows.values())):
+            self._controls.forget()
             return None
         return self._controls.of(self._running.requests)
 

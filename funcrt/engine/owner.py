@@ -36,7 +36,6 @@ class Owner:
         self.runs_imported = runs_imported
         self._device = mx.default_device()
         self._mailbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        self._requests: dict[Handle, Request] = {}
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -54,11 +53,11 @@ class Owner:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="funcrt-engine", daemon=True)
                 self._thread.start()
-            self._mailbox.put(partial(self._begin, request))
+            self._mailbox.put(partial(self._scheduler.add, request))
 
     def cancel(self, handle: Handle) -> None:
         """End a request where it is, soon."""
-        self._mailbox.put(partial(self._cancel, handle))
+        self._mailbox.put(partial(self._scheduler.cancel, handle))
 
     def close(self) -> None:
         """Cancel everything and end the thread; waits for the step that is under way."""
@@ -74,31 +73,19 @@ class Owner:
         with streams.owner(self._device, self.runs_imported):
             while True:
                 message: Message | None = self._scheduler.round
-                if not self._scheduler.busy:
-                    self._requests.clear()
-                    message = self._mailbox.get()
-                elif not self._mailbox.empty():
+                if not self._scheduler.busy or not self._mailbox.empty():
                     message = self._mailbox.get()
                 if message is None:
                     break
                 self._do(message)
                 del message  # it may hold a request
-            for handle in list(self._requests):
-                self._do(partial(self._cancel, handle))
+            for handle in self._scheduler.handles:
+                self._do(partial(self._scheduler.cancel, handle))
 
     def _do(self, work: Message) -> None:
         turn = streams.turn() if self.runs_imported else nullcontext()
         try:
             with turn:
                 work()
-        except Exception as error:  # noqa: BLE001 (whoever waits has to know, and others may go on)
+        except BaseException as error:  # noqa: BLE001 (whoever waits has to know it)
             self._scheduler.fail(error)
-
-    def _begin(self, request: Request) -> None:
-        self._requests[request.handle] = request
-        self._scheduler.add(request)
-
-    def _cancel(self, handle: Handle) -> None:
-        request = self._requests.pop(handle, None)
-        if request is not None:
-            self._scheduler.cancel(request)

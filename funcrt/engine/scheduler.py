@@ -14,6 +14,7 @@ from funcrt.compiled import Compiled
 from funcrt.engine.admission import Admission
 from funcrt.engine.calls import Call
 from funcrt.engine.decoding import Decoding
+from funcrt.engine.handle import Handle
 from funcrt.engine.prefixes import PrefixPool, Rewind
 from funcrt.engine.prompts import Prompts
 from funcrt.engine.request import Choice, Chunk, Request
@@ -40,6 +41,7 @@ class Scheduler:
         self._admission = admission
         self._meter = Meter(compiled.traces, on_step)
         self._rewind = Rewind(compiled.cache_spec, compiled.plan.tokens[-1])
+        self._requests: dict[Handle, Request] = {}  # all that have not ended
         self._waiting: deque[Request] = deque()
         self._outbox: list[tuple[Request, Chunk]] = []
         self._begin()
@@ -55,7 +57,12 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """Whether there is anything to do."""
-        return bool(self._waiting or self._prompts.requests or self._running.seated)
+        return bool(self._requests)
+
+    @property
+    def handles(self) -> list[Handle]:
+        """Of all requests that have not ended."""
+        return list(self._requests)
 
     @property
     def stats(self) -> Stats:
@@ -64,21 +71,22 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Put a request at the end of the queue."""
+        self._requests[request.handle] = request
         self._waiting.append(request)
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, handle: Handle) -> None:
         """End a request where it is; nothing happens if it has ended."""
-        if not request.finished:
+        request = self._requests.get(handle)
+        if request is not None:
             self._leave(request)
             self._hand_out(request, request.cancel())
 
     def fail(self, error: BaseException) -> None:
         """End everything with an error, and begin anew: what states hold is not known any more."""
-        failed = [*self._waiting, *self._prompts.requests, *self._running.seated.values()]
         self._waiting.clear()
-        self._outbox.clear()
         self._begin()
-        for request in failed:
+        self._flush()  # what was given is given
+        for request in list(self._requests.values()):
             failure = EngineError(f"the model failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
             self._fail(request, failure)
@@ -163,14 +171,18 @@ class Scheduler:
             running=len(self._running.seated),
             prefix_bytes=self._prefixes.nbytes,
         )
+        self._flush()
+
+    def _flush(self) -> None:
         outbox, self._outbox = self._outbox, []
         for request, chunk in outbox:
-            self._hand_out(request, chunk)
+            if request.handle in self._requests:  # an earlier chunk may have been its last
+                self._hand_out(request, chunk)
 
     def _hand_out(self, request: Request, chunk: Chunk) -> None:
         try:
             request.handle.push(chunk)
-        except Exception as error:  # noqa: BLE001 (the caller's own callback)
+        except BaseException as error:  # noqa: BLE001 (the caller's own callback)
             self._leave(request)
             self._fail(request, error)
         else:
@@ -185,6 +197,7 @@ class Scheduler:
         request.handle.fail(error)
 
     def _forget(self, request: Request) -> None:
+        self._requests.pop(request.handle, None)
         self.stats.requests += 1
         if request.drafter is not None:
             request.drafter.forget(request)
