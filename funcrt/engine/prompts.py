@@ -63,7 +63,7 @@ class Prompts:
         for row, (request, count) in enumerate(zip(group, counts, strict=True)):
             tokens[row][:count] = request.prompt[request.cached : request.cached + count]
             request.cached += count
-            request.written = request.cached
+            request.written = max(request.written, request.cached)
         real = mx.array([*counts, *[0] * (batch - len(group))])[:, None]
         logits, state = self._compiled.prefill(
             mx.array(tokens, dtype=mx.int32), mx.arange(width) < real, state

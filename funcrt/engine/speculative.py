@@ -125,7 +125,8 @@ class ModelDrafter(Drafter):
         if not wanted:
             return {}
         plan = self.compiled.plan
-        self._rows.fit(len(self._held), max(len(r.sequence) + n for r, n in wanted.items()))
+        needs = [len(request.sequence) + most for request, most in wanted.items()]
+        self._rows.fit(len(self._held), max(*needs, *map(len, self._held.values())))
         self._take_back(wanted)
         while any(self._pending(request) > 1 for request in wanted):
             self._catch_up(wanted, plan.choose_chunk(
