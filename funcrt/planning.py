@@ -42,19 +42,19 @@ class Limits(NamedTuple):
         chunk: the most tokens per call.
     """
 
-    batches: int = 5
-    chunks: int = 4
-    capacities: int = 3
-    batch: int = 64
-    chunk: int = 512
+    batches: int
+    chunks: int
+    capacities: int
+    batch: int
+    chunk: int
 
 
 def make_plan(
     lengths: Iterable[Sequence[int]],
-    memory_budget: int | None = None,
-    footprint: Footprint | None = None,
-    overhead: int | None = None,
-    limits: Limits = Limits(),  # noqa: B008 - immutable
+    memory_budget: int | None,
+    footprint: Footprint | None,
+    overhead: int | None,
+    limits: Limits,
 ) -> BucketPlan:
     """See `BucketPlan.from_trace`."""
     requests = check_lengths(lengths)
