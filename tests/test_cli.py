@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -15,36 +14,16 @@ from pathlib import Path
 import funcrt
 from funcrt._version import __version__
 from funcrt.model import Model
-from funcrt.text import Tokenizer
+from tests.commands import command, run, save_model
 from tests.helpers import TINY, make_params
 
 import pytest
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
-
-CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
-
-
-def run(
-    *arguments: str | Path, text: str = "", **variables: str
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "funcrt", *map(str, arguments)],
-        input=text, capture_output=True, text=True, check=False, env={**os.environ, **variables},
-    )  # fmt: skip
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder with a tokenizer whose tokens are printable characters."""
-    vocabulary = {chr(33 + i): i for i in range(TINY.vocab_size - 2)} | {"Ġ": 94, "<eos>": 95}
-    backend = Backend(models.BPE(vocabulary, [], unk_token="?"))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = Tokenizer(backend, {"eos_token": "<eos>"}, CHAT, (95,))
-    path = tmp_path_factory.mktemp("cli") / "tiny model"
-    Model(TINY, make_params(TINY), tokenizer).save(path)
-    return path
+    return save_model(tmp_path_factory.mktemp("cli") / "tiny model")
 
 
 @pytest.fixture(scope="session")
@@ -133,6 +112,65 @@ def test_stop_and_system_prompt(bundle: Path) -> None:
     assert with_system["prompt_tokens"] == facts["prompt_tokens"] + len("<system>be")
 
 
+def test_penalties_reach_the_model(bundle: Path) -> None:
+    def tokens(*options: str) -> list[int]:
+        command = ("generate", bundle, "--prompt", "abc", "--max-tokens", "30", "--json", *options)
+        return list(json.loads(run(*command).stdout)["tokens"])
+
+    plain = tokens()
+    assert len(plain) > len(set(plain)), "it repeats nothing: nothing to penalize"
+    for option in ("--presence-penalty", "--frequency-penalty"):
+        once = tokens(option, "1e6")
+        assert len(once) == len(set(once))
+    prompt = {ord(letter) - 33 for letter in "<user>abc<assistant>"}
+    never = tokens("--repetition-penalty", "1e6")
+    assert tokens("--repetition-penalty", "1") == plain
+    assert not prompt & set(never)
+
+
+def test_logprobs_are_facts_where_asked_for(bundle: Path) -> None:
+    command = ("generate", bundle, "--prompt", "abc", "--max-tokens", "4", "--json")
+    plain, logprobs, top = (
+        json.loads(run(*command, *options).stdout)
+        for options in ((), ("--logprobs",), ("--top-logprobs", "3"))
+    )
+    assert not plain.keys() & {"logprobs", "top_logprobs"}
+    assert len(logprobs["logprobs"]) == len(plain["tokens"])
+    assert "top_logprobs" not in logprobs
+    assert [step[0] for step in top["top_logprobs"]] == [
+        [token, logprob] for token, logprob in zip(top["tokens"], top["logprobs"], strict=True)
+    ]
+    assert {len(step) for step in top["top_logprobs"]} == {3}
+
+
+def test_guesses_change_nothing_but_the_facts(folder: Path) -> None:
+    command = ("generate", folder, "--prompt", "abcabcabcabc", "--max-tokens", "40")
+    plain = json.loads(run(*command, "--json").stdout)
+    for guesser in ("ngram", folder):
+        facts = json.loads(run(*command, "--json", "--speculate", guesser).stdout)
+        assert facts["tokens"] == plain["tokens"]
+        assert 0 < facts["accepted_tokens"] <= facts["guessed_tokens"]
+    assert "accepted_tokens" not in plain
+    shown = run(*command, "--speculate", "ngram")
+    assert "\nGuesses: " in shown.stderr
+    missing = run(*command, "--speculate", "/nowhere/at/all")
+    assert (missing.returncode, len(missing.stderr.splitlines())) == (1, 1)
+
+
+def test_chat_computes_only_what_is_new(folder: Path, bundle: Path) -> None:
+    for place in (folder, bundle):
+        talk = ("chat", place, "--max-tokens", "5", "--json")
+        first, second = (
+            json.loads(line) for line in run(*talk, text="Hello\nAgain\n").stdout.splitlines()
+        )
+        assert first["reused_tokens"] == 0
+        # All but the last token of the answer, which was never put in the cache.
+        cached = first["prompt_tokens"] + len(first["tokens"]) - 1
+        assert second["reused_tokens"] == cached
+    shown = run("chat", folder, "--max-tokens", "5", text="Hello\nAgain\n").stderr
+    assert f"Prompt: {second['prompt_tokens']} tokens ({cached} reused), " in shown
+
+
 def test_chat_remembers_the_conversation(bundle: Path) -> None:
     done = run("chat", bundle, "--max-tokens", "2", "--json", text="Hi\nAgain\n\nnever read\n")
     first, second = (json.loads(line) for line in done.stdout.splitlines())
@@ -160,7 +198,7 @@ def test_inspect_and_verify(bundle: Path) -> None:
     verdict = json.loads(done.stdout)
     assert done.returncode == 0
     assert verdict["passed"] is True
-    assert {check["check"] for check in verdict["checks"]} == {"error", "tokens", "lengths"}
+    assert {check["check"] for check in verdict["checks"]} >= {"error", "tokens", "lengths"}
     assert "checks passed" in run("verify", bundle).stdout
 
 
@@ -168,8 +206,8 @@ def test_a_damaged_bundle_is_one_line(bundle: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken.funcrt"
     broken.mkdir()
     (broken / "manifest.json").write_bytes((bundle / "manifest.json").read_bytes())
-    for command in (("verify",), ("inspect",), ("generate", "--prompt", "a")):
-        done = run(command[0], broken, *command[1:])
+    for arguments in (("verify",), ("inspect",), ("generate", "--prompt", "a")):
+        done = run(arguments[0], broken, *arguments[1:])
         assert done.returncode == 1
         assert done.stderr.startswith("error: ")
         assert len(done.stderr.splitlines()) == 1
@@ -185,6 +223,20 @@ def test_a_damaged_bundle_is_one_line(bundle: Path, tmp_path: Path) -> None:
         (("generate",), 2, "Missing argument"),
         (("generate", "x", "--prompt", "a", "--temp", "-1"), 2, "--temp"),
         (("generate", "x", "--prompt", "a", "--max-tokens", "0"), 2, "--max-tokens"),
+        (("generate", "x", "--prompt", "a", "--temp", "nan"), 2, "--temp"),
+        (("generate", "x", "--prompt", "a", "--temp", "inf"), 2, "--temp must be"),
+        (("generate", "x", "--prompt", "a", "--top-p", "0"), 2, "--top-p must be"),
+        (("generate", "x", "--prompt", "a", "--top-k", "2147483648"), 2, "--top-k must be"),
+        (("generate", "x", "--prompt", "a", "--seed", "4294967296"), 2, "--seed must be"),
+        (("generate", "x", "--prompt", "a", "--stop", ""), 2, "--stop must not be empty"),
+        (("generate", "x", "--prompt", "a", "--top-logprobs", "21"), 2, "--top-logprobs"),
+        (("chat", "x", "--repetition-penalty", "0"), 2, "--repetition-penalty must be"),
+        (("chat", "x", "--presence-penalty", "inf"), 2, "--presence-penalty must be"),
+        (("chat", "x", "--frequency-penalty", "-1e9"), 2, "--frequency-penalty must be"),
+        (("batch", "x", "in", "out", "--top-p", "0"), 2, "--top-p must be"),
+        (("batch", "x", "in", "out", "--memory", "much"), 2, "a size such as 8GB"),
+        (("batch", "x", "in", "out", "--batch", "0"), 2, "plan batch"),
+        (("batch", "x", "-", "out", "--resume", "--overwrite"), 2, "--resume"),
         (("export", "x", "y", "--batch", "1,two"), 2, "separated by commas"),
         (("export", "x", "y", "--capacity", "1"), 2, "capacity"),
         (("export", "x", "y", "--kv-bits", "3"), 2, "expected 4 or 8"),
@@ -237,11 +289,11 @@ def test_names_with_markup_and_closed_outputs(bundle: Path, tmp_path: Path) -> N
     strange = tmp_path / "x[/b] [red]y.funcrt"
     shutil.copytree(bundle, strange)
     assert "x[/b] [red]y.funcrt" in run("verify", strange).stdout
-    command = f"{sys.executable} -m funcrt inspect '{bundle}'"
-    full = subprocess.run(["sh", "-c", f"{command} >/dev/full"], capture_output=True, check=False)
+    shell = f"{sys.executable} -m funcrt inspect '{bundle}'"
+    full = subprocess.run(["sh", "-c", f"{shell} >/dev/full"], capture_output=True, check=False)
     assert full.returncode == 1
     assert full.stderr.startswith(b"error: ")
-    closed = subprocess.run(["sh", "-c", f"{command} >&-"], capture_output=True, check=False)
+    closed = subprocess.run(["sh", "-c", f"{shell} >&-"], capture_output=True, check=False)
     assert b"Traceback" not in closed.stderr
 
 
@@ -266,16 +318,61 @@ def test_a_mistyped_bundle_is_not_looked_up_on_the_hub() -> None:
     assert "neither an existing file" in done.stderr
 
 
-def test_ctrl_c_is_clean(bundle: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "funcrt", "chat", str(bundle)],
+# --- Ctrl-C ---------------------------------------------------------------------------------------
+
+
+def interrupt(process: subprocess.Popen[str]) -> str:
+    """Press Ctrl-C; what the process said until it ended quietly."""
+    process.send_signal(signal.SIGINT)
+    said, warned = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert warned.splitlines() == ["interrupted"]
+    return said
+
+
+def start(*arguments: str | Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command(*arguments),
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
+
+
+def test_ctrl_c_ends_a_chat(bundle: Path) -> None:
+    process = start("chat", bundle)
     assert process.stdout is not None
     assert process.stdout.read(3) == ">> "
     time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert said.strip().splitlines()[-1] == "interrupted"
-    assert "Traceback" not in said
+    interrupt(process)
+
+
+def test_ctrl_c_keeps_what_was_printed(tmp_path: Path) -> None:
+    endless = save_model(tmp_path / "endless", ends=())
+    ask = ("generate", endless, "--prompt", "abc", "--max-tokens")
+    whole = run(*ask, "50").stdout.rstrip("\n")
+    process = start(*ask, "2000")
+    assert process.stdout is not None
+    first = process.stdout.read(1)
+    rest = interrupt(process)
+    text = (first + rest).removesuffix("\n")
+    assert rest.endswith("\n")
+    assert text[:50].startswith(whole[: len(text)])
+    assert len(text) < 2000
+
+
+@pytest.mark.parametrize("module", ["funcrt.cli.app", "funcrt.engine", "funcrt.text"])
+def test_ctrl_c_while_modules_are_imported(module: str, folder: Path) -> None:
+    script = f"""
+import os, signal, sys
+class Presser:
+    def find_spec(self, name, *_):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Presser())
+sys.argv = ["funcrt", "generate", {str(folder)!r}, "--prompt", "a"]
+from funcrt.cli import main
+main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.returncode, done.stderr, done.stdout) == (130, "interrupted\n", "")

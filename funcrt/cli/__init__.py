@@ -2,78 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-import io
-import os
 import sys
-from collections.abc import Callable
-from importlib import metadata
-from typing import Annotated, Any, NoReturn
-
-from funcrt._version import __version__
-from funcrt.cli import bundles, demo, generate, terminal
-from funcrt.errors import FuncrtError
-
-import typer
-
-
-def _guarded(command: Callable[..., None]) -> Callable[..., None]:
-    """Turn what may go wrong into one line and an exit code; wrong usage is typer's: 2."""
-
-    @functools.wraps(command)
-    def run(*args: Any, **options: Any) -> None:
-        try:
-            command(*args, **options)
-            if sys.stdout is not None:
-                sys.stdout.flush()
-        except BrokenPipeError:
-            # Whoever read our output has left; what is still buffered has nowhere to go.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(1)
-        except (FuncrtError, OSError) as error:
-            terminal.warn(f"error: {' '.join(str(error).split())}")
-            sys.exit(1)
-        except KeyboardInterrupt:
-            terminal.warn("interrupted")
-            sys.exit(130)
-
-    return run
-
-
-app = typer.Typer(
-    name="funcrt",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-for command in (
-    bundles.convert,
-    bundles.export,
-    generate.generate,
-    generate.chat,
-    bundles.inspect,
-    bundles.verify,
-    demo.demo,
-):
-    app.command()(_guarded(command))
-
-
-@app.callback(invoke_without_command=True)
-def _main(
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
-    json_: Annotated[bool, typer.Option("--json", hidden=True)] = False,
-) -> None:
-    """Language models as pure functions on MLX: convert, export, generate."""
-    if version:
-        facts = {"funcrt": __version__, "mlx": metadata.version("mlx")}
-        terminal.emit(facts, json_, f"funcrt {__version__} (mlx {facts['mlx']})")
-        raise typer.Exit
+from typing import NoReturn
 
 
 def main() -> NoReturn:
     """Entry point of the console script."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # None where it was closed
-            stream.reconfigure(errors="replace")  # a terminal that lacks a character shows ?
-    app(prog_name="funcrt")
+    try:
+        from funcrt.cli import app  # most of the time until a command begins
+
+        app.run()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
     sys.exit(0)

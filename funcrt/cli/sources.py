@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from funcrt.buckets import BucketPlan, default_plan
+from funcrt.cli import terminal
+from funcrt.cli.options import Generation, Loading, Sizes
 from funcrt.errors import InputError, TextError
 
 if TYPE_CHECKING:
     from funcrt.calling import CallForm
+    from funcrt.engine import Engine
     from funcrt.model import Model
     from funcrt.text import Tokenizer
 
@@ -21,15 +26,50 @@ def load_checkpoint(source: str, dtype: str | None, ignore: Sequence[str] | None
     return converters.load(source, dtype, ignore=ignore or ())
 
 
-def load_any(source: str, dtype: str | None, ignore: Sequence[str] | None = None) -> CallForm:
-    """A bundle or a checkpoint."""
-    if (Path(source) / "manifest.json").is_file():
+def is_bundle(source: str) -> bool:
+    """Whether a source is an exported bundle."""
+    return (Path(source) / "manifest.json").is_file()
+
+
+def load_any(source: str, loading: Loading | None = None) -> CallForm:
+    """A bundle or a checkpoint, behind a spinner."""
+    loading = loading or Loading()
+    with terminal.timed(f"Loading {source}"):
+        if not is_bundle(source):
+            return load_checkpoint(source, loading.dtype, loading.ignore)
         from funcrt.bundle import load_bundle
 
-        if dtype is not None:
+        if loading.dtype is not None:
             raise InputError("--dtype is fixed when a bundle is exported; export it again")
         return load_bundle(source)
-    return load_checkpoint(source, dtype, ignore)
+
+
+def choose_plan(source: str, model: CallForm, sizes: Sizes) -> BucketPlan | None:
+    """The plan that options ask for; None is the model's own. Raises InputError for a bundle."""
+    if sizes == Sizes():
+        return None
+    if is_bundle(source):
+        raise InputError(
+            "--batch, --tokens and --capacity are fixed when a bundle is exported; export it again"
+        )
+    return sizes.plan(default_plan(model.config_values["max_positions"]))
+
+
+@contextmanager
+def open_engine(
+    model: CallForm,
+    generation: Generation,
+    plan: BucketPlan | None = None,
+    memory_budget: int | None = None,
+) -> Iterator[Engine]:
+    """An engine that guesses as the options say, closed at the end of the block."""
+    from funcrt.engine import Engine
+
+    guesser: Any = generation.speculate
+    if guesser not in (None, "ngram"):
+        guesser = load_any(guesser)
+    with Engine(model, plan, memory_budget, speculate=guesser) as engine:
+        yield engine
 
 
 def tokenizer_of(model: CallForm) -> Tokenizer:
@@ -50,7 +90,7 @@ def prompt_ids(model: CallForm, text: str, raw: bool, system_prompt: str | None)
     return chat_ids(model, [*system_messages(system_prompt), {"role": "user", "content": text}])
 
 
-def chat_ids(model: CallForm, messages: list[dict[str, str]]) -> list[int]:
+def chat_ids(model: CallForm, messages: Sequence[Mapping[str, Any]]) -> list[int]:
     """Ids of a conversation, ready for the next answer."""
     return list(tokenizer_of(model).apply_chat_template(messages))
 

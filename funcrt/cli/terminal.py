@@ -43,7 +43,7 @@ def _nothing() -> Iterator[None]:
 
 
 @contextmanager
-def progress(what: str) -> Iterator[Callable[[int, int, str], None]]:
+def progress(what: str) -> Iterator[Callable[[int, int | None, str], None]]:
     """A bar to report `(done, total, current item)` to; one line where there is no terminal."""
     bar = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
@@ -52,13 +52,21 @@ def progress(what: str) -> Iterator[Callable[[int, int, str], None]]:
     )  # fmt: skip
     with bar:
         task = bar.add_task(escape(what), total=None, item="")
+        silent = not _status.is_terminal
 
-        def tick(done: int, total: int, item: str) -> None:
-            if done == 1 and not _status.is_terminal:
+        def tick(done: int, total: int | None, item: str) -> None:
+            nonlocal silent
+            if silent:
                 warn(f"{what} ...")
+                silent = False
             bar.update(task, completed=done, total=total, item=item)
 
         yield tick
+
+
+def is_shown() -> bool:
+    """Whether somebody sees a progress bar."""
+    return _status.is_terminal
 
 
 def emit(facts: Mapping[str, Any], as_json: bool, text: str, err: bool = False) -> None:
