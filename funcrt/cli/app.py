@@ -11,7 +11,7 @@ from importlib import metadata
 from typing import Annotated, Any
 
 from funcrt._version import __version__
-from funcrt.cli import batch, bundles, demo, generate, terminal
+from funcrt.cli import batch, bundles, demo, generate, plan, terminal
 from funcrt.errors import FuncrtError
 
 import typer
@@ -48,6 +48,7 @@ app = typer.Typer(
 )
 for command in (
     bundles.convert,
+    plan.plan,
     bundles.export,
     generate.generate,
     generate.chat,
