@@ -89,7 +89,7 @@ def expect_choice(
         own = {**plain, "bias": spread["bias"][row : row + 1], "history": at_places[row]}
         seed = _choose_seed(row, len(call.ids), choices, own, disturbance)
         rows[row]["seed"] = seed
-        settings[row] = {**own, "seed": mx.array([seed], dtype=mx.uint32)}
+        settings[row] = _with_seed(own, seed)
     numbers = sampling.stack_settings(rows, vocab)
     inputs |= {name: numbers[name] for name in sampling.SETTING_NAMES} | sparse
     return inputs, _expect(call, found, by_row, settings, disturbance)
@@ -193,17 +193,26 @@ def _at_places(
 def _choose_seed(
     row: int, batch: int, choices: _Choices, settings: Arrays, disturbance: float
 ) -> int:
-    """A seed with steady draws of which the first is the guess, if one of a few is like that."""
+    """Of a few seeds the one with the steadiest draws, if possible the guess as the first."""
+    steadiest, most = row, -1
+    first = choices._replace(logits=choices.logits[:1], positions=choices.positions[:1])
     for attempt in range(_SEEDS_TRIED):
         seed = row + batch * attempt
-        own = {**settings, "seed": mx.array([seed], dtype=mx.uint32)}
-        first = sampling.choose(choices.logits, own, choices.positions).tokens[0].item()
-        wanted = choices.guess is None or first == choices.guess
-        if not wanted and attempt < _SEEDS_TRIED // 2:
-            continue
-        if mx.all(_is_steady(choices, own, disturbance)).item():
+        own = _with_seed(settings, seed)
+        if choices.guess is not None:
+            alone = {**own, "history": own["history"][:1]}
+            if _choose(first, alone, first.logits).tokens.item() != choices.guess:
+                continue
+        steady: Any = _is_steady(choices, own, disturbance).tolist()
+        if all(steady):
             return seed
-    return row
+        if (count := [*steady, False].index(False)) > most:
+            steadiest, most = seed, count
+    return steadiest
+
+
+def _with_seed(settings: Arrays, seed: int) -> Arrays:
+    return {**settings, "seed": mx.array([seed], dtype=mx.uint32)}
 
 
 def _choose(choices: _Choices, settings: Arrays, logits: mx.array) -> sampling.Sampled:
