@@ -127,6 +127,8 @@ class PrefixPool:
 
     def reusable(self, cached: Sequence[int], written: int, tokens: Sequence[int]) -> int:
         """How many of `tokens` a row can serve: not the last one, whose logits are wanted."""
+        if cached[:LEAST_SHARED] != tokens[:LEAST_SHARED]:  # nearly always, and quickly told
+            return 0
         common = min(shared(cached, tokens), len(tokens) - 1)
         if common < LEAST_SHARED or not self._rewind.allows(written, common):
             return 0

@@ -114,14 +114,13 @@ class Prompts:
 
     def _waits(self, request: Request, group: Collection[Request]) -> bool:
         """Whether a request had better fork what is about to be computed for one of the group."""
-        if request.row is not None or not group:
+        if request.row is not None:
             return False
-        already = self._find_prefix(request)[1]
-        return any(
+        soon = [
             self._prefixes.reusable(other.prompt, len(other.prompt), request.prompt)
-            >= already + LEAST_SHARED
             for other in group
-        )
+        ]
+        return any(soon) and max(soon) >= self._find_prefix(request)[1] + LEAST_SHARED
 
     def _start(self, request: Request) -> None:
         """A row for a request, with the longest beginning of its prompt that is cached."""

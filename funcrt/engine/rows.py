@@ -47,16 +47,14 @@ class Rows:
         """The requests by their rows."""
         return {row: request for row, request in enumerate(self.requests) if request is not None}
 
-    def seat(self, request: Request, source: CacheState | None, row: int, tokens: int) -> None:
-        """Give a request a free row, making room if there is none.
+    def seat(self, request: Request, source: CacheState | None = None, row: int = 0) -> None:
+        """Give a request a free row, which `fit` has made.
 
         Args:
             request: who sits there.
             source: the state whose `row` is copied; None begins with an empty row.
             row: of `source`.
-            tokens: length of the longest text in the batch.
         """
-        self.fit(len(self.seated) + 1, tokens)
         free = self.requests.index(None)
         assert self.state is not None
         if source is None:

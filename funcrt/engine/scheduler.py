@@ -127,13 +127,17 @@ class Scheduler:
 
     def _seat(self, seats: Sequence[Request | None], state: CacheState) -> None:
         """Rows whose prompt is in the cache join the running batch, or are it."""
-        if any(seats) and not self._running.seated:
+        joining = {row: request for row, request in enumerate(seats) if request is not None}
+        if not joining:
+            return
+        seated = self._running.seated.values()
+        if not seated:
             self._running.adopt(state, seats)
             return
-        for row, request in enumerate(seats):
-            if request is not None:
-                others = [other.cached for other in self._running.seated.values()]
-                self._running.seat(request, state, row, max(request.cached, *others))
+        longest = max(request.cached for request in [*seated, *joining.values()])
+        self._running.fit(len(seated) + len(joining), longest)
+        for row, request in joining.items():
+            self._running.seat(request, state, row)
 
     def _decode(self) -> None:
         call = self._decoding.decode()

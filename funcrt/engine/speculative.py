@@ -149,7 +149,8 @@ class ModelDrafter(Drafter):
             if len(self._held) == plan.batch[-1]:
                 return False
             longest = max([tokens, *map(len, self._held.values())])
-            self._rows.seat(request, None, 0, longest)
+            self._rows.fit(len(self._held) + 1, longest)
+            self._rows.seat(request)
             self._held[request] = []
         return True
 
