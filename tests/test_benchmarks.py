@@ -93,13 +93,31 @@ def test_a_steady_engine_passes(part: str) -> None:
 
 
 def test_each_claim_can_fail() -> None:
-    def grown(name: str, by: int) -> endurance.Facts:
+    def grown(name: str, by: int, **changes: object) -> endurance.Facts:
         samples = make_facts()["samples"]
         samples[-1][name] += by
-        return make_facts(samples=samples)
+        return make_facts(samples=samples, **changes)
 
-    assert "fewer tokens" in failing("tiny", make_facts(given=[3, 2]))[0]
-    assert "trace" in failing("tiny", grown("traces", 1))[0]
-    assert "arrays" in failing("requests", grown("arrays", endurance.ALLOWED_ARRAYS + 1))[0]
-    assert "process" in failing("tiny", grown("process", endurance.ALLOWED_PROCESS + 1))[0]
-    assert "time" in failing("smollm2", make_facts(medians_s=[1.0, 1.2]))[0]
+    more = endurance.MIB * (endurance.GROWTH_OF_PROCESS + 1)
+    assert failing("tiny", make_facts(given=[3, 2])) == ["requests with too few tokens"]
+    assert [what[:6] for what in failing("tiny", grown("traces", 1))] == ["traces", "traces"]
+    assert failing("tiny", grown("arrays", more)) == ["growth of arrays, MiB"]
+    assert failing("tiny", grown("process", more)) == ["growth of process, MiB"]
+    assert failing("tiny", make_facts(medians_s=[1.0, 1.2])) == [
+        "last block of steps to the first, time"
+    ]
+    full = {"medians_s": None, "peak": 3, "budget": 2}
+    assert failing("requests", make_facts(**full)) == ["arrays at their peak, MiB"]
+
+
+@pytest.mark.parametrize(
+    ("values", "steady", "growth"),
+    [
+        ([5, 4, 9, 6], True, 4),
+        ([5, 4, 3], True, -1),
+        ([1, 5, 5, 9, 5, 5], False, 0),
+        ([1, 2, 3, 4, 5, 6], False, 3),
+    ],
+)
+def test_growth(values: list[float], steady: bool, growth: float) -> None:
+    assert endurance.measure_growth(values, steady) == growth
