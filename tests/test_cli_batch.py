@@ -272,6 +272,24 @@ def test_results_of_other_input_or_options_are_refused(model: Path, tmp_path: Pa
     assert [line["index"] for line in read(out)] == [0]
 
 
+def test_a_bundle_continues_what_its_model_began(model: Path, tmp_path: Path) -> None:
+    bundle = tmp_path / "model.funcrt"
+    sizes = ("--batch", "1", "--tokens", "16", "--capacity", "64")
+    assert run("export", model, bundle, *sizes).returncode == 0
+    prompts, out = write(tmp_path / "in.jsonl", "a", "b"), tmp_path / "out.jsonl"
+    assert run("batch", model, prompts, out, "--max-tokens", "3", *sizes).returncode == 0
+    write(prompts, "a", "b", "c")
+    done = run("batch", bundle, prompts, out, "--max-tokens", "3", "--json")
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert (facts["lines"], facts["kept"]) == (3, 2)
+    refused = run("batch", bundle, prompts, out, *sizes)
+    assert (refused.returncode, len(refused.stderr.splitlines())) == (1, 1)
+    assert "fixed when a bundle is exported" in refused.stderr
+    other = run("batch", model, prompts, out, "--max-tokens", "3", *sizes, "--dtype", "bfloat16")
+    assert "another model" in other.stderr
+
+
 def test_ctrl_c_leaves_what_is_done(model: Path, tmp_path: Path) -> None:
     prompts, out = many(tmp_path / "in.jsonl", 400), tmp_path / "out.jsonl"
     process = subprocess.Popen(
@@ -287,7 +305,7 @@ def test_ctrl_c_leaves_what_is_done(model: Path, tmp_path: Path) -> None:
     assert [line["index"] for line in written] == list(range(len(written)))
     assert 0 < len(written) < 400
     *_, told, last = said.splitlines()
-    assert told == f"{len(written)} lines are in {out}: the same command goes on from there"
+    assert told == f"what is done is in {out}: the same command goes on from there"
     assert last == "interrupted"
 
 

@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from funcrt.cli import jobs, sources, terminal
 from funcrt.cli import options as o
+from funcrt.cli.asking import Asker, Started
 from funcrt.cli.results import Results, open_results
-from funcrt.errors import EngineError, FuncrtError, InputError
+from funcrt.errors import InputError
 
 import typer
 
 if TYPE_CHECKING:
-    from funcrt.calling import CallForm
-    from funcrt.engine import Completion, Engine, Handle, Stats
+    from funcrt.engine import Engine, Stats
 
 FORMAT = 1  # of result lines; another one never continues a file
 _WINDOW = 128  # prompts under way: enough to fill the rows behind a long one, few enough to hold
+_WINDOW_BATCHES = 4  # at least, where rows are many
 _WINDOW_TOKENS = 1_000_000
 _PATIENCE = 0.1  # seconds to wait in one place while there may be work in another
-_DIGITS = 6  # of log-probabilities, about what float32 logits mean
 
 Tick = Callable[[int, "int | None", str], None]
 
@@ -71,19 +71,20 @@ def batch(
     if generation.stop:
         sources.tokenizer_of(model)
     plan = sources.choose_plan(source, model, sizes)
-    digest = jobs.Digest(_what_matters(model, generation, raw, system_prompt))
     with (
         _open_prompts(prompts) as (reader, total),
         open_results(out, overwrite) as results,
         sources.open_engine(model, generation, plan, budget) as engine,
         terminal.progress(f"Running {prompts}") as tick,
     ):
-        asker = _Asker(engine, model, generation, raw, system_prompt)
+        asker = Asker(engine, generation, raw, system_prompt)
+        digest = jobs.Digest(_what_matters(engine, generation, raw, system_prompt))
         run = _Run(asker, reader, digest, results, tick, total)
         try:
             facts = run.all()
         except KeyboardInterrupt:
-            terminal.warn(f"{run.done} lines are in {out}: the same command goes on from there")
+            if prompts != "-":
+                terminal.warn(f"what is done is in {out}: the same command goes on from there")
             raise
     terminal.emit(facts, json_, _summary(facts), err=True)
     if results.failed:
@@ -91,110 +92,17 @@ def batch(
 
 
 @dataclass
-class _Started:
-    """A line under way, or one that failed before it began."""
-
-    index: int
-    digest: str
-    facts: dict[str, Any]
-    handle: Handle | None = None
-    tokens: int = 0
-    logprobs: bool = False
-
-
-@dataclass
-class _Asker:
-    """Turns lines into requests, and their completions into facts."""
-
-    engine: Engine
-    model: CallForm
-    generation: o.Generation
-    raw: bool
-    system_prompt: str | None
-
-    def start(self, index: int, digest: str, line: bytes) -> _Started:
-        """Submit what a line asks for."""
-        started = _Started(index, digest, {})
-        try:
-            data = jobs.parse(line)
-            if "id" in data:
-                started.facts["id"] = data["id"]
-            task = jobs.task_of(data)
-            ids = self._ids(task)
-            options = {**self.generation.engine_options, **task.options}
-            started.logprobs = self._wants_logprobs(options)
-            started.handle = self.engine.submit(ids, **options)
-            started.tokens = len(ids)
-        except EngineError:  # no line's fault
-            raise
-        except FuncrtError as error:
-            started.facts["error"] = _sentence(error)
-        return started
-
-    def finish(self, started: _Started, timeout: float) -> dict[str, Any]:
-        """What to write. Raises TimeoutError if it takes longer than `timeout` seconds."""
-        if started.handle is None:
-            return started.facts
-        try:
-            done = started.handle.result(timeout)
-        except EngineError:
-            raise
-        except FuncrtError as error:
-            return {**started.facts, "error": _sentence(error)}
-        if done.finish_reason == "error":
-            return {
-                **started.facts,
-                "error": "the model's logits are not finite: its weights are broken",
-            }
-        return {**started.facts, **self._facts(done, started.logprobs)}
-
-    def _facts(self, done: Completion, logprobs: bool) -> dict[str, Any]:
-        # Nothing that depends on when a line ran: a continued file equals one that was not.
-        facts: dict[str, Any] = {
-            "text": done.text,
-            "finish_reason": done.finish_reason,
-            "prompt_tokens": done.prompt_tokens,
-            "completion_tokens": len(done.tokens),
-        }
-        if logprobs or self.model.tokenizer is None:
-            facts["tokens"] = done.tokens
-        if logprobs:
-            facts["logprobs"] = [_rounded(value) for value in done.logprobs]
-        if logprobs and done.top_logprobs:
-            facts["top_logprobs"] = [
-                [[token, _rounded(value)] for token, value in step] for step in done.top_logprobs
-            ]
-        return facts
-
-    def _ids(self, task: jobs.Task) -> list[int]:
-        if task.ids is not None:
-            return task.ids
-        if task.text is not None:
-            return sources.prompt_ids(self.model, task.text, self.raw, self.system_prompt)
-        messages = task.messages or []
-        has_system = any(isinstance(m, dict) and m.get("role") == "system" for m in messages)
-        begin = [] if has_system else sources.system_messages(self.system_prompt)
-        return sources.chat_ids(self.model, [*begin, *messages])
-
-    def _wants_logprobs(self, options: dict[str, Any]) -> bool:
-        wanted = options.pop("logprobs", self.generation.logprobs)
-        if not isinstance(wanted, bool):
-            raise InputError(f"logprobs: expected true or false, got {wanted!r}")
-        return wanted or bool(options["top_logprobs"])
-
-
-@dataclass
 class _Run:
     """All lines: what is in the file stays, the others are asked and written in order."""
 
-    asker: _Asker
+    asker: Asker
     reader: jobs.LineReader
     digest: jobs.Digest
     results: Results
     tick: Tick
     total: int | None
     done: int = 0
-    under_way: deque[_Started] = field(default_factory=deque)
+    under_way: deque[Started] = field(default_factory=deque)
 
     def all(self) -> dict[str, Any]:
         """Run to the end of the input and return what it took."""
@@ -202,7 +110,7 @@ class _Run:
         shown = -math.inf
         while True:
             head = self.under_way[0] if self.under_way else None
-            if head and (self._is_full() or self.reader.ended or _is_done(head)):
+            if head and (self._is_full() or self.reader.ended or head.is_done):
                 self._write(head)
             elif self.reader.ended:
                 break
@@ -226,7 +134,7 @@ class _Run:
         else:
             self.under_way.append(self.asker.start(index, digest, line))
 
-    def _write(self, head: _Started) -> None:
+    def _write(self, head: Started) -> None:
         try:
             facts = self.asker.finish(head, _PATIENCE)
         except TimeoutError:
@@ -236,8 +144,10 @@ class _Run:
         self.done += 1
 
     def _is_full(self) -> bool:
+        rows = self.asker.engine.compiled.plan.batch[-1]
         tokens = sum(started.tokens for started in self.under_way)
-        return len(self.under_way) >= _WINDOW or tokens >= _WINDOW_TOKENS
+        window = max(_WINDOW, _WINDOW_BATCHES * rows)
+        return len(self.under_way) >= window or tokens >= _WINDOW_TOKENS
 
     def _facts(self, spent: Stats, seconds: float) -> dict[str, Any]:
         from funcrt.machine import peak_memory
@@ -255,17 +165,16 @@ class _Run:
         }
 
 
-def _is_done(started: _Started) -> bool:
-    return started.handle is None or started.handle.done()
-
-
 def _what_matters(
-    model: CallForm, generation: o.Generation, raw: bool, system_prompt: str | None
+    engine: Engine, generation: o.Generation, raw: bool, system_prompt: str | None
 ) -> dict[str, Any]:
     """What results depend on beside the lines; guesses, buckets and memory change none."""
+    model, spec = engine.model, engine.compiled.cache_spec
     return {
         "format": FORMAT,
         "model": model.fingerprint,
+        "dtype": model.config_values.get("dtype"),
+        "packed": [[entry.name, entry.shape] for entry in spec if entry.kind == "quantized"],
         "template": None if model.tokenizer is None else model.tokenizer.chat_template,
         "raw": raw,
         "system_prompt": system_prompt,
@@ -299,15 +208,6 @@ def _open_prompts(prompts: str) -> Iterator[tuple[jobs.LineReader, int | None]]:
         is_file = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
         known = jobs.count_lines(Path(prompts)) if is_file and terminal.is_shown() else None
         yield jobs.LineReader(file.fileno()), known
-
-
-def _sentence(error: FuncrtError) -> str:
-    text = " ".join(str(error).split())
-    return text.replace("prompt 0", "prompt", 1) if text.startswith("prompt 0") else text
-
-
-def _rounded(logprob: float) -> float | None:
-    return round(logprob, _DIGITS) if math.isfinite(logprob) else None
 
 
 def _summary(facts: dict[str, Any]) -> str:

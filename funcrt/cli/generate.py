@@ -83,7 +83,7 @@ def answer(
         show("\n")  # also after Ctrl-C: what comes next begins on a line of its own
     done, spent = handle.result(), engine.stats - before
     if done.finish_reason == "error":
-        raise ParamsError("the model's logits are not finite: its weights are broken")
+        raise ParamsError(sources.NOT_FINITE)
     facts = {
         "text": done.text,
         "tokens": done.tokens,

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from funcrt.model import Model
     from funcrt.text import Tokenizer
 
+NOT_FINITE = "the model's logits are not finite: its weights are broken"
+
 
 def load_checkpoint(source: str, dtype: str | None, ignore: Sequence[str] | None = None) -> Model:
     """A checkpoint of any known format."""
