@@ -39,8 +39,7 @@ Row: TypeAlias = dict[str, Any]
 
 _FLOAT32_TINY = 2.0**-126  # the smallest normal float32: smaller ones may be flushed to 0
 _FLOAT32_MAX = float(mx.finfo(mx.float32).max)
-_STRONGEST = 1e6  # penalties; with biases up to the next number nothing overflows float32
-_HEAVIEST = 1e30
+_HEAVIEST = 1e30  # bias; with penalties of at most 1e6 nothing overflows float32
 
 
 class _Range(NamedTuple):
@@ -53,21 +52,16 @@ class _Range(NamedTuple):
     wanted: str
 
 
+_PENALTY = _Range(0.0, Real, -1e6, 1e6, "a number from -1e6 to 1e6 (0 is off)")
 _RANGES = {
     "temperature": _Range(0.0, Real, 0, _FLOAT32_MAX, "a finite number of at least 0 (0: greedy)"),
     "top_k": _Range(0, Integral, 0, 2**31 - 1, "a whole number from 0 (off) to 2**31 - 1"),
     "top_p": _Range(1.0, Real, math.ulp(0.0), 1, "a number above 0 and at most 1 (1 is off)"),
     "min_p": _Range(0.0, Real, 0, 1, "a number from 0 (off) to 1"),
     "seed": _Range(0, Integral, 0, 2**32 - 1, "a whole number from 0 to 2**32 - 1"),
-    "repetition_penalty": _Range(
-        1.0, Real, 1 / _STRONGEST, _STRONGEST, "a number above 0 (1 is off), from 1e-6 to 1e6"
-    ),
-    "presence_penalty": _Range(
-        0.0, Real, -_STRONGEST, _STRONGEST, "a number from -1e6 to 1e6 (0 is off)"
-    ),
-    "frequency_penalty": _Range(
-        0.0, Real, -_STRONGEST, _STRONGEST, "a number from -1e6 to 1e6 (0 is off)"
-    ),
+    "repetition_penalty": _Range(1.0, Real, 1e-6, 1e6, "a number from 1e-6 to 1e6 (1 is off)"),
+    "presence_penalty": _PENALTY,
+    "frequency_penalty": _PENALTY,
 }
 _DTYPES = {"top_k": mx.int32, "seed": mx.uint32}  # the others are float32
 

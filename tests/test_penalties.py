@@ -156,6 +156,9 @@ def test_a_row_that_may_choose_nothing_says_so() -> None:
         assert result.tokens.tolist() == [0, 0, 0]
         assert mx.isnan(result.logprobs).tolist() == [True, False, True]
         assert result.history.tolist() == [[0, 0, 0], [2, 0, 0], [0, 0, 0]]
+        active = mx.array([True, True, True])
+        again = sample(logits, chosen, mx.zeros(3, dtype=mx.int32), active)
+        assert mx.array_equal(again.history, result.history).item()
 
 
 def test_only_active_rows_count_and_the_prompt_bit_stays() -> None:
