@@ -1,7 +1,7 @@
 """Sampling options as people write them, checked on the host, and the arrays made of them.
 
-One row of options is a dict of plain values (`check_settings`), cheap to check and to keep; the
-arrays of a batch are stacked from such rows (`stack_settings`). `sampling` says what each means.
+One row of options is a dict of plain values (`check_settings`), cheap to keep; the arrays of a batch
+are stacked from such rows (`stack_settings`). `sampling` says what each means.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ Settings: TypeAlias = dict[str, mx.array]
 Row: TypeAlias = dict[str, Any]
 
 _FLOAT32_TINY = 2.0**-126  # the smallest normal float32: smaller ones may be flushed to 0
-_FLOAT32_MAX = float(mx.finfo(mx.float32).max)
 _HEAVIEST = 1e30  # bias; with penalties of at most 1e6 nothing overflows float32
 
 
@@ -54,7 +53,7 @@ class _Range(NamedTuple):
 
 _PENALTY = _Range(0.0, Real, -1e6, 1e6, "a number from -1e6 to 1e6 (0 is off)")
 _RANGES = {
-    "temperature": _Range(0.0, Real, 0, _FLOAT32_MAX, "a finite number of at least 0 (0: greedy)"),
+    "temperature": _Range(0.0, Real, 0, 3.4e38, "a finite number of at least 0 (0: greedy)"),
     "top_k": _Range(0, Integral, 0, 2**31 - 1, "a whole number from 0 (off) to 2**31 - 1"),
     "top_p": _Range(1.0, Real, math.ulp(0.0), 1, "a number above 0 and at most 1 (1 is off)"),
     "min_p": _Range(0.0, Real, 0, 1, "a number from 0 (off) to 1"),
@@ -125,14 +124,14 @@ def split_settings(count: int, vocab_size: int, **options: Any) -> list[Row]:
 
 def uses_history(row: Row) -> bool:
     """Whether a checked row looks at what was said before: any of the three penalties is on."""
-    penalties = (row["presence_penalty"], row["frequency_penalty"])
-    return row["repetition_penalty"] != 1 or any(penalty != 0 for penalty in penalties)
+    added = row["presence_penalty"] or row["frequency_penalty"]
+    return bool(added) or row["repetition_penalty"] != 1
 
 
 def is_plain_greedy(row: Row) -> bool:
     """Whether `sampling.greedy` of the raw logits chooses what a checked row asks for."""
-    is_plain = not row["logit_bias"] and row["allowed_tokens"] is None and not uses_history(row)
-    return is_plain and row["temperature"] == 0
+    has_bias = row["logit_bias"] or row["allowed_tokens"] is not None
+    return not has_bias and not uses_history(row) and row["temperature"] == 0
 
 
 # --- arrays of a batch ---------------------------------------------------------------------------

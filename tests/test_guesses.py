@@ -168,6 +168,8 @@ def toys() -> Iterator[None]:
 def compile_kind(kind: str, eager: bool) -> Compiled:
     if kind in toy_families.LAYERS:
         return make_toy(kind).compiled(PLAN, eager=eager)
+    if kind not in CACHES:
+        return make_model(kind).compiled(PLAN, eager=eager)
     layout = CACHES[kind].layout
     if kind == "window":  # a capacity at which rings would not be smaller
         return model_of(kind).compiled(
@@ -311,7 +313,7 @@ def test_text_with_guesses_is_the_text_without(kind: str, options: dict[str, Any
     assert guessed.texts == plain.texts
 
 
-@pytest.mark.parametrize("kind", ["full", "ring", "toy_hybrid"])
+@pytest.mark.parametrize("kind", ["full", "ring", "toy_hybrid", "bfloat16"])
 def test_compiled_calls_equal_eager_ones_and_trace_once(kind: str) -> None:
     eager, compiled = compile_kind(kind, True), compile_kind(kind, False)
     for options in (None, SAMPLED):
@@ -324,7 +326,8 @@ def test_compiled_calls_equal_eager_ones_and_trace_once(kind: str) -> None:
                 run.decode([turn > 0, True, True, False])
         assert runs[0].texts == runs[1].texts
         for ours, theirs in zip(*(run.state.values() for run in runs), strict=True):
-            assert mx.allclose(ours, theirs, rtol=0, atol=1e-4).item()
+            close = 0.05 if kind == "bfloat16" else 1e-4
+            assert mx.allclose(ours, theirs, rtol=0, atol=close).item()
     assert set(compiled.traces.values()) == {1}
     assert {f"verify_b4_t{TOKENS}_s48", f"verify_greedy_b4_t{TOKENS}_s48"} <= set(compiled.traces)
 
