@@ -13,11 +13,13 @@ from pathlib import Path
 
 import funcrt
 from funcrt._version import __version__
+from funcrt.cli.options import byte_count
 from funcrt.model import Model
-from tests.commands import command, run, save_model
+from tests.commands import command, run, run_here, save_model
 from tests.helpers import TINY, make_params
 
 import pytest
+import typer
 
 
 @pytest.fixture(scope="session")
@@ -90,7 +92,7 @@ def test_generate_streams_text_and_reports_beside_it(bundle: Path) -> None:
 def test_sampling_options_reach_the_model(bundle: Path) -> None:
     def tokens(*options: str) -> list[int]:
         command = ("generate", bundle, "--prompt", "abc", "--max-tokens", "12", "--json", *options)
-        return list(json.loads(run(*command).stdout)["tokens"])
+        return list(json.loads(run_here(*command).stdout)["tokens"])
 
     hot = tokens("--temp", "5", "--seed", "1")
     assert hot == tokens("--temp", "5", "--seed", "1")
@@ -103,19 +105,19 @@ def test_sampling_options_reach_the_model(bundle: Path) -> None:
 
 def test_stop_and_system_prompt(bundle: Path) -> None:
     command = ("generate", bundle, "--prompt", "abc", "--max-tokens", "8", "--json")
-    facts = json.loads(run(*command).stdout)
+    facts = json.loads(run_here(*command).stdout)
     last = facts["text"][3]
-    cut = json.loads(run(*command, "--stop", last).stdout)
+    cut = json.loads(run_here(*command, "--stop", last).stdout)
     assert cut["text"] == facts["text"][: facts["text"].index(last)]
     assert cut["finish_reason"] == "stop"
-    with_system = json.loads(run(*command, "--system-prompt", "be").stdout)
+    with_system = json.loads(run_here(*command, "--system-prompt", "be").stdout)
     assert with_system["prompt_tokens"] == facts["prompt_tokens"] + len("<system>be")
 
 
 def test_penalties_reach_the_model(bundle: Path) -> None:
     def tokens(*options: str) -> list[int]:
         command = ("generate", bundle, "--prompt", "abc", "--max-tokens", "30", "--json", *options)
-        return list(json.loads(run(*command).stdout)["tokens"])
+        return list(json.loads(run_here(*command).stdout)["tokens"])
 
     plain = tokens()
     assert len(plain) > len(set(plain)), "it repeats nothing: nothing to penalize"
@@ -131,7 +133,7 @@ def test_penalties_reach_the_model(bundle: Path) -> None:
 def test_logprobs_are_facts_where_asked_for(bundle: Path) -> None:
     command = ("generate", bundle, "--prompt", "abc", "--max-tokens", "4", "--json")
     plain, logprobs, top = (
-        json.loads(run(*command, *options).stdout)
+        json.loads(run_here(*command, *options).stdout)
         for options in ((), ("--logprobs",), ("--top-logprobs", "3"))
     )
     assert not plain.keys() & {"logprobs", "top_logprobs"}
@@ -145,15 +147,15 @@ def test_logprobs_are_facts_where_asked_for(bundle: Path) -> None:
 
 def test_guesses_change_nothing_but_the_facts(folder: Path) -> None:
     command = ("generate", folder, "--prompt", "abcabcabcabc", "--max-tokens", "40")
-    plain = json.loads(run(*command, "--json").stdout)
+    plain = json.loads(run_here(*command, "--json").stdout)
     for guesser in ("ngram", folder):
-        facts = json.loads(run(*command, "--json", "--speculate", guesser).stdout)
+        facts = json.loads(run_here(*command, "--json", "--speculate", guesser).stdout)
         assert facts["tokens"] == plain["tokens"]
         assert 0 < facts["accepted_tokens"] <= facts["guessed_tokens"]
     assert "accepted_tokens" not in plain
-    shown = run(*command, "--speculate", "ngram")
+    shown = run_here(*command, "--speculate", "ngram")
     assert "\nGuesses: " in shown.stderr
-    missing = run(*command, "--speculate", "/nowhere/at/all")
+    missing = run_here(*command, "--speculate", "/nowhere/at/all")
     assert (missing.returncode, len(missing.stderr.splitlines())) == (1, 1)
 
 
@@ -251,6 +253,27 @@ def test_errors_are_one_line_and_wrong_usage_is_two(
     assert words in done.stderr
     assert "Traceback" not in done.stderr
     assert code == 2 or len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("8GB", 8_000_000_000),
+        ("8 gb", 8_000_000_000),
+        ("512MiB", 512 << 20),
+        ("1.5k", 1500),
+        ("2TiB", 2 << 40),
+        ("100", 100),
+        ("100B", 100),
+        *((bad, None) for bad in ("", "GB", "0", "0.5", "-1GB", "8XB", "8I", "1e9", "9" * 400)),
+    ],
+)
+def test_sizes_in_bytes(text: str, count: int | None) -> None:
+    if count is not None:
+        assert byte_count(text) == count
+        return
+    with pytest.raises(typer.BadParameter, match="a size such as 8GB"):
+        byte_count(text)
 
 
 def test_prompts_that_cannot_run(bundle: Path) -> None:

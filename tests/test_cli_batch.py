@@ -15,7 +15,7 @@ from typing import Any
 from funcrt.cli.jobs import Digest, LineReader
 from funcrt.cli.results import Results, open_results
 from funcrt.errors import InputError
-from tests.commands import command, run, save_model
+from tests.commands import command, run, run_here, save_model
 
 import pytest
 
@@ -56,11 +56,11 @@ def test_every_line_gets_what_generate_gives(model: Path, tmp_path: Path) -> Non
         {"prompt": "Hello", "temperature": 5.0, "seed": 7, "stop": "q", "top_k": None},
     )
     options = (*PLAN, "--max-tokens", "9", "--json")
-    done = run("batch", model, prompts, tmp_path / "out.jsonl", *options)
+    done = run_here("batch", model, prompts, tmp_path / "out.jsonl", *options)
     assert done.returncode == 0, done.stderr
     first, plain, chat, short, ids, hot = read(tmp_path / "out.jsonl")
     alone = json.loads(
-        run("generate", model, "--prompt", "Hello", "--max-tokens", "9", "--json").stdout
+        run_here("generate", model, "--prompt", "Hello", "--max-tokens", "9", "--json").stdout
     )
     assert first == {
         "index": 0,
@@ -79,7 +79,7 @@ def test_every_line_gets_what_generate_gives(model: Path, tmp_path: Path) -> Non
     assert (short["text"], short["completion_tokens"]) == (first["text"][:2], 2)
     assert ids["prompt_tokens"] == 3
     settings = ("--temp", "5", "--seed", "7", "--stop", "q", "--max-tokens", "9", "--json")
-    alone = json.loads(run("generate", model, "--prompt", "Hello", *settings).stdout)
+    alone = json.loads(run_here("generate", model, "--prompt", "Hello", *settings).stdout)
     assert (hot["text"], hot["finish_reason"]) == (alone["text"], alone["finish_reason"])
     facts = json.loads(done.stdout)
     assert facts["lines"] == 6
@@ -124,7 +124,7 @@ def test_bad_lines_say_why_and_the_others_go_on(model: Path, tmp_path: Path) -> 
     (tmp_path / "in.jsonl").write_bytes(b"\xef\xbb\xbf" + b"".join(lines) + good + b"\n \n\r\n")
     command = ("batch", model, tmp_path / "in.jsonl", tmp_path / "out.jsonl", "--raw", *PLAN)
     for _ in range(2):  # the second time everything is there already, and says the same
-        done = run(*command)
+        done = run_here(*command)
         assert done.returncode == 1
         failed = len(BAD)
         assert done.stderr.splitlines()[-1] == (
@@ -149,7 +149,7 @@ def test_logprobs_come_with_their_tokens(model: Path, tmp_path: Path) -> None:
     )
     prompts = write(tmp_path / "in.jsonl", *lines)
     out = tmp_path / "out.jsonl"
-    done = run("batch", model, prompts, out, "--logprobs", "--max-tokens", "3", *PLAN)
+    done = run_here("batch", model, prompts, out, "--logprobs", "--max-tokens", "3", *PLAN)
     assert done.returncode == 0, done.stderr
     asked, off, top = read(out)
     assert len(asked["tokens"]) == len(asked["logprobs"]) == 3
@@ -247,11 +247,11 @@ def test_what_does_not_belong_here_is_never_touched(foreign: bytes, tmp_path: Pa
 def test_results_of_other_input_or_options_are_refused(model: Path, tmp_path: Path) -> None:
     prompts, out = write(tmp_path / "in.jsonl", "a", "b", "c"), tmp_path / "out.jsonl"
     options = ("--max-tokens", "2", *PLAN)
-    assert run("batch", model, prompts, out, *options).returncode == 0
+    assert run_here("batch", model, prompts, out, *options).returncode == 0
     results = out.read_bytes()
 
     def refused(*options: str, line: int) -> None:
-        done = run("batch", model, prompts, out, *options)
+        done = run_here("batch", model, prompts, out, *options)
         assert done.returncode == 1
         assert f"first at line {line})" in done.stderr
         assert "--overwrite" in done.stderr
@@ -264,29 +264,31 @@ def test_results_of_other_input_or_options_are_refused(model: Path, tmp_path: Pa
     write(prompts, "a", "b")
     refused(*options, line=3)
     write(prompts, "a", "b", "c", "d")  # only more of it
-    done = run("batch", model, prompts, out, *options, "--json", "--capacity", "128")
+    done = run_here("batch", model, prompts, out, *options, "--json", "--capacity", "128")
     assert json.loads(done.stdout)["kept"] == 3
     assert out.read_bytes().startswith(results)
     write(prompts, "new")
-    assert run("batch", model, prompts, out, *options, "--overwrite").returncode == 0
+    assert run_here("batch", model, prompts, out, *options, "--overwrite").returncode == 0
     assert [line["index"] for line in read(out)] == [0]
 
 
 def test_a_bundle_continues_what_its_model_began(model: Path, tmp_path: Path) -> None:
     bundle = tmp_path / "model.funcrt"
     sizes = ("--batch", "1", "--tokens", "16", "--capacity", "64")
-    assert run("export", model, bundle, *sizes).returncode == 0
+    assert run_here("export", model, bundle, *sizes).returncode == 0
     prompts, out = write(tmp_path / "in.jsonl", "a", "b"), tmp_path / "out.jsonl"
-    assert run("batch", model, prompts, out, "--max-tokens", "3", *sizes).returncode == 0
+    assert run_here("batch", model, prompts, out, "--max-tokens", "3", *sizes).returncode == 0
     write(prompts, "a", "b", "c")
-    done = run("batch", bundle, prompts, out, "--max-tokens", "3", "--json")
+    done = run_here("batch", bundle, prompts, out, "--max-tokens", "3", "--json")
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
     assert (facts["lines"], facts["kept"]) == (3, 2)
-    refused = run("batch", bundle, prompts, out, *sizes)
+    refused = run_here("batch", bundle, prompts, out, *sizes)
     assert (refused.returncode, len(refused.stderr.splitlines())) == (1, 1)
     assert "fixed when a bundle is exported" in refused.stderr
-    other = run("batch", model, prompts, out, "--max-tokens", "3", *sizes, "--dtype", "bfloat16")
+    other = run_here(
+        "batch", model, prompts, out, "--max-tokens", "3", *sizes, "--dtype", "bfloat16"
+    )
     assert "another model" in other.stderr
 
 
@@ -315,7 +317,7 @@ def test_ctrl_c_leaves_what_is_done(model: Path, tmp_path: Path) -> None:
 def test_no_lines_no_results(model: Path, tmp_path: Path) -> None:
     for nothing in (b"", b"\n\n", b" \r\n"):
         (tmp_path / "in.jsonl").write_bytes(nothing)
-        done = run("batch", model, tmp_path / "in.jsonl", tmp_path / "out.jsonl", *PLAN)
+        done = run_here("batch", model, tmp_path / "in.jsonl", tmp_path / "out.jsonl", *PLAN)
         assert done.returncode == 0, done.stderr
         assert (tmp_path / "out.jsonl").read_bytes() == b""
 
@@ -363,7 +365,7 @@ def test_paths_that_cannot_be(model: Path, tmp_path: Path) -> None:
         ((prompts, prompts, "--overwrite"), "both input and output"),
         ((prompts, tmp_path / "no" / "out.jsonl"), "No such file"),
     ):
-        done = run("batch", model, *arguments, *PLAN)
+        done = run_here("batch", model, *arguments, *PLAN)
         assert done.returncode == 1
         assert words in done.stderr
         assert done.stderr.startswith("error: ")

@@ -30,7 +30,7 @@ def integers(text: str) -> tuple[int, ...]:
 
 def byte_count(text: str) -> int:
     """`"8GB"`, `"512 MiB"` or `"8000000000"` -> bytes. Raises typer.BadParameter."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", text.upper())
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", text.upper())
     count = int(float(match[1]) * _UNITS.get(match[2], 0)) if match else 0
     if count < 1:
         raise typer.BadParameter(f"expected a size such as 8GB or 512MiB, got {text!r}")
