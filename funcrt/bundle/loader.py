@@ -336,7 +336,8 @@ def _import_graph(graph: bytes, entry: FunctionEntry) -> FlatFunction:
         with tempfile.NamedTemporaryFile(suffix=".mlxfn") as file:
             file.write(graph)
             file.flush()
-            function: FlatFunction = mx.import_function(file.name)  # type: ignore[assignment]
+            with streams.importing():
+                function: FlatFunction = mx.import_function(file.name)  # type: ignore[assignment]
             return function
     except (OSError, RuntimeError, ValueError) as error:
         raise BundleError(f"cannot import {entry.file}: {error}") from None
