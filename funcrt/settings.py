@@ -1,6 +1,6 @@
 """Sampling options as people write them, checked on the host, and the arrays made of them.
 
-One row of options is a dict of plain values (`check_settings`), cheap to keep; the arrays of a batch
+A row of options is a dict of plain values (`check_settings`), cheap to keep; the arrays of a batch
 are stacked from such rows (`stack_settings`). `sampling` says what each means.
 """
 
