@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.common import RESULTS, Worker, describe_run, make_folders, note, write_json
 from benchmarks.prompts import TEXT, cut
 
-PLAN = {"batch": [1, 8], "tokens": [16, 48], "capacity": [64]}
+PLAN = {"batch": [1, 2, 8], "tokens": [8, 16, 48], "capacity": [64]}
 SOLO_PLAN = {**PLAN, "batch": [1]}
 PROMPT_TOKENS = (3, 5, 8, 12, 18, 26, 36, 48)
 NEW_TOKENS = 16

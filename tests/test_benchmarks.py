@@ -103,9 +103,7 @@ def test_each_claim_can_fail() -> None:
     assert [what[:6] for what in failing("tiny", grown("traces", 1))] == ["traces", "traces"]
     assert failing("tiny", grown("arrays", more)) == ["growth of arrays, MiB"]
     assert failing("tiny", grown("process", more)) == ["growth of process, MiB"]
-    assert failing("tiny", make_facts(medians_s=[1.0, 1.2])) == [
-        "last block of steps to the first, time"
-    ]
+    assert failing("tiny", make_facts(medians_s=[1.0, 1.2])) == [endurance.TIME]
     full = {"medians_s": None, "peak": 3, "budget": 2}
     assert failing("requests", make_facts(**full)) == ["arrays at their peak, MiB"]
 
@@ -121,3 +119,20 @@ def test_each_claim_can_fail() -> None:
 )
 def test_growth(values: list[float], steady: bool, growth: float) -> None:
     assert endurance.measure_growth(values, steady) == growth
+
+
+@pytest.mark.parametrize(
+    ("slow", "odd", "earlier"),
+    [(0, False, 0), (1, False, 1), (9, False, 2), (9, True, 0)],
+    ids=["well", "well at last", "never", "not for time alone"],
+)
+def test_parts_run_again_for_time_alone(
+    monkeypatch: pytest.MonkeyPatch, slow: int, odd: bool, earlier: int
+) -> None:
+    medians = iter([[1.0, 2.0]] * slow + [[1.0, 1.0]])
+    given = [3, 2] if odd else [3, 3]
+    monkeypatch.setattr(
+        endurance, "start_part", lambda _: make_facts(medians_s=next(medians), given=given)
+    )
+    facts = endurance.run_part("tiny", attempts=3)
+    assert facts["earlier_medians_s"] == [[1.0, 2.0]] * earlier
