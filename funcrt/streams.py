@@ -71,6 +71,21 @@ def run(call: Callable[[], Sequence[mx.array]]) -> Sequence[mx.array]:
 
 
 @contextmanager
+def importing() -> Iterator[None]:
+    """Read graphs within the block: their constants are loaded later, by whoever runs them first.
+
+    That happens on the CPU stream of the thread that read them, which must not be its own.
+    """
+    with _turn:
+        before = mx.default_stream(mx.cpu)
+        mx.set_default_stream(_reserved.get(mx.DeviceType.cpu, before))
+        try:
+            yield
+        finally:
+            mx.set_default_stream(before)
+
+
+@contextmanager
 def owner(device: mx.Device, runs_imported: bool) -> Iterator[None]:
     """Let this thread run models on `device`, for as long as the block lasts.
 
