@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 from funcrt.tracing import settle
 
@@ -37,17 +37,6 @@ def reserve() -> None:
 def is_reserved() -> bool:
     """Whether any thread may run imported graphs on the default device."""
     return mx.default_device().type in _reserved
-
-
-@contextmanager
-def importing() -> Iterator[None]:
-    """What is imported in the block runs on the stream that any thread may use.
-
-    MLX ties some of a graph to the stream on which it is read, which may be a thread's own.
-    """
-    kind = mx.default_device().type
-    with mx.stream(_reserved[kind]) if kind in _reserved else nullcontext():
-        yield
 
 
 @contextmanager

@@ -337,7 +337,6 @@ def _import_graph(graph: bytes, entry: FunctionEntry) -> FlatFunction:
             file.write(graph)
             file.flush()
             with streams.importing():
-                with streams.importing():
                 function: FlatFunction = mx.import_function(file.name)  # type: ignore[assignment]
             return function
     except (OSError, RuntimeError, ValueError) as error:
