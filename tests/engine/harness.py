@@ -31,9 +31,9 @@ EOS = VOCAB - 1
 PLAN = BucketPlan(batch=(1, 3), tokens=(4, 8), capacity=(24, 48))
 
 
-def make_tokenizer(*ends: int) -> Tokenizer:
+def make_tokenizer(*ends: int, shift: int = 0) -> Tokenizer:
     """One printable ASCII character per id, the last id is special."""
-    vocabulary = {"Ġ" if i == 0 else chr(32 + i): i for i in range(EOS)}
+    vocabulary = {"Ġ" if i == 0 else chr(32 + i): (i + shift) % EOS for i in range(EOS)}
     inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = tokenizers.decoders.ByteLevel()

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 from funcrt import BucketPlan, Engine
 from funcrt.model import Model
+from tests.engine.harness import PLAN
 from tests.helpers import TINY, generate_plain, make_model, make_params, random_tokens, run_plain
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-PLAN = BucketPlan(batch=(1, 3), tokens=(4, 8), capacity=(24, 48))
 PROMPTS = [random_tokens(count, count) for count in (5, 1, 19, 8, 30, 2, 9, 12)]
 MODEL = make_model()
 alone = partial(generate_plain, MODEL)
 
 
 @pytest.fixture(scope="module")
-def engine() -> Engine:
-    return Engine(MODEL, PLAN)
+def engine() -> Iterator[Engine]:
+    with Engine(MODEL, PLAN) as made:
+        yield made
 
 
 def test_more_prompts_than_rows(engine):

@@ -2,44 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any
 
-from funcrt import BucketPlan, Engine
+from funcrt import Engine
 from funcrt.errors import CapacityError, FuncrtError, InputError, TextError
 from funcrt.model import Model
-from funcrt.text import Tokenizer
+from tests.engine.harness import EOS, PLAN, make_tokenizer, write
 from tests.helpers import TINY, generate_plain, make_model, random_tokens
 
 import mlx.core as mx
 import pytest
-import tokenizers
 
-PLAN = BucketPlan(batch=(1, 3), tokens=(4, 8), capacity=(24, 48))
 PROMPTS = [random_tokens(count, count) for count in (5, 1, 19, 8, 30)]
-EOS = 95
 MODEL = make_model()
 alone = partial(generate_plain, MODEL)
 
 
 @pytest.fixture(scope="module")
-def engine() -> Engine:
-    return Engine(MODEL, PLAN)
-
-
-def make_tokenizer(*ends: int) -> Tokenizer:
-    """One printable ASCII character per id, the last id ends a text."""
-    vocabulary = {"Ġ" if i == 0 else chr(32 + i): i for i in range(95)}
-    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = tokenizers.decoders.ByteLevel()
-    inner.add_special_tokens(["<end>"])
-    return Tokenizer(inner, {}, eos_token_ids=ends)
-
-
-def write(tokens: Sequence[int]) -> str:
-    return "".join(chr(32 + token) for token in tokens if token < EOS)
+def engine() -> Iterator[Engine]:
+    with Engine(MODEL, PLAN) as made:
+        yield made
 
 
 @cache

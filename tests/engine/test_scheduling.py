@@ -1,0 +1,136 @@
+"""Who gets the next call: nobody waits long, and nothing is computed twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from tests.engine.harness import CACHES, DirectEngine, oracle, subject, toys
+from tests.helpers import random_tokens
+
+import pytest
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered() -> Iterator[None]:
+    with toys():
+        yield
+
+
+def test_running_rows_never_wait_longer_than_one_chunk():
+    engine = DirectEngine(subject("full"))
+    engine.submit([1, 2], max_tokens=40)
+    engine.round()
+    for seed in range(4):
+        engine.submit(random_tokens(40, seed), max_tokens=3)
+    engine.run()
+    for before, after in pairwise(engine.reports):
+        assert (before.function, after.function) != ("prefill", "prefill") or not before.running
+    prefills = [report for report in engine.reports if report.function == "prefill"]
+    assert all(report.bucket.tokens <= 8 for report in prefills)
+    assert len(prefills) >= 8
+
+
+def test_prompts_share_calls():
+    engine = DirectEngine(subject("full"))
+    for seed in range(3):
+        engine.submit(random_tokens(4, seed), max_tokens=2)
+    engine.round()
+    assert engine.reports[0].rows == 3
+    assert engine.reports[0].tokens == 12
+    engine.run()
+
+
+def test_a_long_prompt_is_not_overtaken_for_ever():
+    """Short ones go first, but not if that never ends."""
+    engine = DirectEngine(subject("full"))
+    longest = engine.submit(random_tokens(40), max_tokens=1)
+    rounds = 0
+    while not longest.done():
+        if len(engine.waiting) < 2:
+            engine.submit([rounds % 96, 5, 6], max_tokens=1)
+        engine.round()
+        rounds += 1
+        assert rounds < 60
+    engine.run()
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_beginnings_are_forked_from_running_and_from_ended_rows(kind):
+    prompt = random_tokens(20, 3)
+    engine = DirectEngine(subject(kind))
+    first = engine.submit(prompt, max_tokens=12)
+    while engine.where(first) != "running":
+        engine.round()
+    if kind == "toy_recurrent":
+        first.cancel()  # its state is what it has seen, all of it
+    known = oracle(kind)
+    begun = [*prompt, *first.completion.tokens]
+    other = begun[20] + 1  # than what follows the prompt
+    beside = engine.submit([*prompt, other, 7], max_tokens=3)
+    engine.run()
+    after = engine.submit([*begun[:18], 9], max_tokens=3)
+    engine.run()
+    same = engine.submit([*prompt, *first.completion.tokens, 4, 4], max_tokens=3)
+    engine.run()
+    engine.check_idle()
+    reused = [handle.result(0).reused_tokens for handle in (beside, after, same)]
+    recurrent = kind in ("toy_recurrent", "toy_hybrid")
+    if kind in ("full", "kv8", "toy_latent"):
+        assert reused[:2] == [20, 18]
+    elif recurrent:
+        assert reused[:2] == [0, 0]
+    assert reused[2] >= len(prompt) + len(first.completion.tokens) - 1
+    for handle, text, count in [
+        (beside, [*prompt, other, 7], 3),
+        (after, [*begun[:18], 9], 3),
+        (same, [*prompt, *first.completion.tokens, 4, 4], 3),
+    ]:
+        assert handle.result(0).tokens == known.complete(text, count)[0]
+
+
+def test_equal_prompts_are_computed_once():
+    engine = DirectEngine(subject("full"))
+    prompt = random_tokens(33, 2)
+    handles = [engine.submit(prompt, max_tokens=4, seed=seed, temperature=1.0) for seed in range(3)]
+    engine.run()
+    assert engine.stats.prompt_tokens == 33 + 2
+    assert engine.stats.reused_tokens == 2 * 32
+    for seed, handle in enumerate(handles):
+        expected = oracle("full").complete(prompt, 4, seed=seed, temperature=1.0)[0]
+        assert handle.result(0).tokens == expected
+
+
+def test_buckets_grow_at_once_and_shrink_with_patience():
+    engine = DirectEngine(subject("full"))
+    engine.submit([1, 2], max_tokens=46)
+    engine.round()
+    others = [engine.submit([3, seed], max_tokens=4) for seed in range(2)]
+    engine.run()
+    batches = [report.bucket.batch for report in engine.reports if report.function == "decode"]
+    capacities = [r.bucket.capacity for r in engine.reports if r.function == "decode"]
+    assert [a for a, b in pairwise([*batches, 0]) if a != b] == [1, 3, 1]
+    assert [a for a, b in pairwise([*capacities, 0]) if a != b] == [24, 48]
+    assert all(other.done() for other in others)
+
+
+def test_options_may_differ_between_prompts():
+    engine = DirectEngine(subject("full"))
+    prompts = [random_tokens(5, seed) for seed in range(3)]
+    options = {
+        "max_tokens": [3, 4, 5],
+        "temperature": [0.0, 1.0, 1.0],
+        "seed": [0, 1, 2],
+        "logit_bias": [None, {5: 3.0}, None],
+        "allowed_tokens": [None, None, [1, 2, 3]],
+        "repetition_penalty": [1.0, 1.2, 1.0],
+        "speculate": ["ngram", None, subject("full")],
+    }
+    single = [{name: values[i] for name, values in options.items()} for i in range(3)]
+    handles = [
+        engine._submit(i, wish) for i, wish in enumerate(engine._read(prompts, None, dict(options)))
+    ]
+    engine.run()
+    for prompt, handle, own in zip(prompts, handles, single, strict=True):
+        del own["speculate"]
+        assert handle.result(0).tokens == oracle("full").complete(prompt, **own)[0]
