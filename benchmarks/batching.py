@@ -164,11 +164,11 @@ def show(result: Mapping[str, Any]) -> None:
     terminal.table(
         f"SmolLM2-135M, 8 prompts of {shortest} to {longest} tokens + {result['new_tokens']} new, "
         f"{result['blas']}",
-        ("subject", "tokens/s", "first token p50 / p95, s", "padding of tokens / rows / slots",
+        ("subject", "tokens/s", "first token p50 / p95, s", "padding: tokens, rows, slots",
          "peak", "as alone"),
         [
             (
-                name,
+                name.removesuffix("-batch"),
                 f"{s['tokens_per_s']:.2f}",
                 f"{s['first_token_p50_s']:.2f} / {s['first_token_p95_s']:.2f}",
                 " / ".join(f"{100 * s['padding'][k]:.0f} %" for k in ("tokens", "rows", "slots"))
@@ -183,11 +183,15 @@ def show(result: Mapping[str, Any]) -> None:
         "Ratios of tokens/s (above 1: the first is faster)",
         ("", "ratio", "lowest round", "goal"),
         [
-            (f"{r['of']} to {r['to']}", f"{r['ratio']:.2f}", f"{min(r['by_round']):.2f}",
-             str(r["goal"] or ""))
+            (
+                f"{r['of']} to {r['to'].removesuffix('-batch')}",
+                f"{r['ratio']:.2f}",
+                f"{min(r['by_round']):.2f}",
+                str(r["goal"] or ""),
+            )
             for r in result["ratios"]
         ],
-    )  # fmt: skip
+    )
 
 
 def main() -> None:
