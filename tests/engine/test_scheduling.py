@@ -134,3 +134,32 @@ def test_options_may_differ_between_prompts():
     for prompt, handle, own in zip(prompts, handles, single, strict=True):
         del own["speculate"]
         assert handle.result(0).tokens == oracle("full").complete(prompt, **own)[0]
+
+
+def test_reports_add_up_to_the_stats():
+    engine = DirectEngine(subject("full"), speculate="ngram")
+    for seed in range(5):
+        prompt = [*random_tokens(8 * seed + 2, seed), 5, 9, 5, 9]
+        engine.submit(prompt, max_tokens=6, top_logprobs=seed, allowed_tokens=[5 + 4 * seed])
+    engine.run()
+    stats, reports = engine.stats, engine.reports
+    prefills = [r for r in reports if r.function == "prefill"]
+    steps = [r for r in reports if r.function != "prefill"]
+    assert {r.function for r in steps} == {"decode", "verify"}
+    assert stats.prompt_tokens == sum(r.tokens for r in prefills)
+    assert stats.generated_tokens == sum(r.new_tokens for r in reports)
+    assert stats.decode_tokens == sum(r.new_tokens for r in steps)
+    assert stats.row_places == sum(r.bucket.batch for r in steps)
+    assert stats.row_real == sum(r.rows for r in steps)
+    assert stats.slot_places == sum(r.bucket.batch * r.bucket.capacity for r in steps)
+    assert stats.slot_real == sum(r.slots for r in steps)
+    for report in reports:
+        assert 0 < report.occupancy <= 1
+        assert 0 <= report.token_waste < 1
+        assert 0 <= report.slot_waste < 1
+        assert report.seconds > 0
+        assert report.memory > 0
+    assert reports[-1].running == reports[-1].waiting == reports[-1].prefilling == 0
+    assert [r.traces for r in reports] == sorted(r.traces for r in reports)
+    for waste in (stats.row_waste, stats.token_waste, stats.slot_waste):
+        assert 0 < waste < 1

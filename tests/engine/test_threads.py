@@ -353,3 +353,35 @@ def test_a_bundle_engine_in_a_fresh_thread(bundle_folder):
     thread.start()
     thread.join(120)
     assert found == [alone(i, 6) for i in range(3)]
+
+
+def test_submitting_while_it_closes():
+    """Whoever got a handle gets an end; whoever comes later is told."""
+    for pause in (0.0, 0.02, 0.1):
+        engine = Engine(MODEL, PLAN)
+        handles: list[Handle] = []
+        refused = threading.Barrier(5)
+
+        def submit(engine: Engine, handles: list[Handle], refused: threading.Barrier) -> None:
+            while True:
+                try:
+                    handles.append(engine.submit(PROMPTS[1], max_tokens=5))
+                except EngineError:
+                    refused.wait(60)
+                    return
+                time.sleep(0.001)
+
+        threads = [
+            threading.Thread(target=submit, args=(engine, handles, refused)) for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        time.sleep(pause)
+        engine.close()
+        refused.wait(60)
+        for thread in threads:
+            thread.join(60)
+        for handle in handles:
+            completion = handle.result(0)
+            assert completion.tokens == alone(1, 5)[: len(completion.tokens)]
+            assert completion.finish_reason in ("length", "cancelled")
