@@ -94,14 +94,14 @@ class Prompts:
         longest = self._plan.tokens[-1]
         queue = sorted(self.requests, key=lambda r: r.pending - r.waited * longest)
         group: list[Request] = []
-        best, cheapest = 1, float("inf")
+        best, cheapest, places = 1, float("inf"), 0
         for request in queue:
             if self._waits(request, group):
                 continue
             group.append(request)
             width = self._plan.choose_chunk(max(r.pending for r in group), self._overhead)
-            places = self._plan.choose_batch(len(group)) * width
-            if places > self._most_places and len(group) > 1:
+            smaller, places = places, self._plan.choose_batch(len(group)) * width
+            if smaller and places > max(smaller, self._most_places):
                 group.pop()
                 break
             cost = (places + self._overhead) / sum(min(width, r.pending) for r in group)
