@@ -245,7 +245,8 @@ def _check_number(name: str, value: Any) -> Any:
     allowed = _RANGES[name]
     if value is None:
         value = allowed.default
-    if not isinstance(value, allowed.kind) or not allowed.low <= value <= allowed.high:
+    is_number = isinstance(value, allowed.kind) and not isinstance(value, bool)
+    if not is_number or not allowed.low <= value <= allowed.high:
         raise InputError(f"{name} must be {allowed.wanted}, got {value!r}: correct that value")
     return int(value) if allowed.kind is Integral else float(value)
 

@@ -122,4 +122,4 @@ except FuncrtError as error:
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "There is no Stream" in done.stdout
+    assert "import funcrt first" in done.stdout

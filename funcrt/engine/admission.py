@@ -37,8 +37,21 @@ class Admission:
         self.budget = budget
 
     def add_draft(self, footprint: Footprint) -> None:
-        """Count a draft model, too: its weights, and as many rows as the model itself has."""
+        """Count a draft model, too: its weights, and as many rows as the model itself has.
+
+        Raises CapacityError if texts that fit now would not fit beside it.
+        """
+        longest = [c - 1 for c in self._plan.capacity if self._needs(1, c - 1) <= self.budget]
         self._drafts.append(footprint)
+        if not longest or self._needs(1, longest[-1]) > self.budget:
+            self._drafts.pop()
+            state = footprint.state(self._plan.batch[0], self._plan.capacity[-1])
+            raise CapacityError(
+                f"the draft model takes {footprint.weights / 1e6:.1f} MB and up to "
+                f"{state / 1e6:.1f} MB for a text, and the memory budget of "
+                f"{self.budget / 1e6:.1f} MB does not hold that beside the model: use a smaller "
+                "draft, or raise memory_budget"
+            )
 
     def check(self, longest: int) -> None:
         """Raise CapacityError if a text of so many tokens does not even fit alone."""

@@ -10,6 +10,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from funcrt import streams
 from funcrt.buckets import BucketPlan
 from funcrt.calling import CallForm
 from funcrt.engine.admission import Admission
@@ -20,7 +21,7 @@ from funcrt.engine.request import Chunk, Completion, Request
 from funcrt.engine.scheduler import Scheduler
 from funcrt.engine.speculative import Drafter, ModelDrafter, NgramDrafter, check_draft
 from funcrt.engine.stats import OnStep, Stats
-from funcrt.errors import InputError
+from funcrt.errors import EngineError, InputError
 from funcrt.footprint import Footprint
 from funcrt.steps import STEPS
 
@@ -49,6 +50,7 @@ class Engine:
     Raises:
         CapacityError: a bundle has not exported what `plan` asks for.
         InputError: a draft model of another vocabulary; a budget below 1.
+        EngineError: a bundle, in a process that used MLX before it imported funcrt.
     """
 
     def __init__(
@@ -62,8 +64,15 @@ class Engine:
     ) -> None:
         if memory_budget is not None and not _is_size(memory_budget):
             raise InputError(f"memory_budget: expected bytes, at least 1, got {memory_budget!r}")
+        if on_step is not None and not callable(on_step):
+            raise InputError(f"on_step: expected a function, got {on_step!r}")
         self.model = model
         self.compiled = model.compiled(plan)
+        if self.compiled.is_imported and not streams.is_reserved():
+            raise EngineError(
+                "an engine runs a bundle in a thread of its own, which MLX lets it only where "
+                "funcrt was imported before MLX was used for the first time: import funcrt first"
+            )
         footprint = Footprint.of(model, self.compiled.cache_spec)
         self._admission = Admission(footprint, self.compiled.plan, memory_budget)
         self._ends = frozenset(model.eos_token_ids)
@@ -75,7 +84,7 @@ class Engine:
         self._speculate = speculate
         self._choose_drafter(speculate)
         # Also at the interpreter's end: a thread must not be inside MLX then.
-        self._finalizer = weakref.finalize(self, self._owner.close)
+        weakref.finalize(self, self._owner.close)
 
     def __enter__(self) -> Engine:
         return self
@@ -151,7 +160,10 @@ class Engine:
                 with that error.
             **options: one value each.
         """
-        wishes = self._read(prompt if isinstance(prompt, str) else [prompt], stop, options)
+        if on_chunk is not None and not callable(on_chunk):
+            raise InputError(f"on_chunk: expected a function, got {on_chunk!r}")
+        prompts = prompt if isinstance(prompt, (str, int)) else [prompt]  # a number is refused
+        wishes = self._read(prompts, stop, options)
         return self._submit(0, wishes[0], on_chunk)
 
     def cancel(self, handle: Handle) -> None:
@@ -160,7 +172,7 @@ class Engine:
 
     def close(self) -> None:
         """Cancel what is under way and end the thread. May be called more than once."""
-        self._finalizer()
+        self._owner.close()
 
     def _read(self, prompts: object, stop: object, options: Any) -> list[Wish]:
         options.setdefault("speculate", self._speculate)
@@ -204,7 +216,7 @@ class Engine:
         listener: Callable[[Handle], None] | None = None,
     ) -> Handle:
         # The handle keeps the engine: nobody else may hold it while a request runs.
-        handle = Handle(self.cancel, on_chunk)
+        handle = Handle(self.cancel, lambda: self._owner.is_current, on_chunk)
         if listener is not None:
             handle.follow(partial(listener, handle))
         request = Request(

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from funcrt.errors import EngineError
+
 if TYPE_CHECKING:
     from funcrt.engine.request import Chunk, Completion
 
@@ -23,6 +25,7 @@ class Handle:
 
     Args:
         cancel: called to cancel the request.
+        is_owner: whether this is the thread that runs the model.
         on_chunk: called with every chunk by the thread that runs the model, so it must be quick;
             if it raises, the request ends with that error.
     """
@@ -30,9 +33,13 @@ class Handle:
     completion: Completion
 
     def __init__(
-        self, cancel: Callable[[Handle], None], on_chunk: Callable[[Chunk], None] | None = None
+        self,
+        cancel: Callable[[Handle], None],
+        is_owner: Callable[[], bool],
+        on_chunk: Callable[[Chunk], None] | None = None,
     ) -> None:
         self._cancel = cancel
+        self._is_owner = is_owner
         self._on_chunk = on_chunk
         self._chunks: list[Chunk] = []
         self._error: BaseException | None = None
@@ -60,8 +67,11 @@ class Handle:
 
         Raises:
             TimeoutError: it has not ended by then; it goes on.
+            EngineError: called by the engine's own thread (in `on_chunk`), which would wait for
+                itself.
             Exception: whatever `on_chunk` raised, or what went wrong in the engine.
         """
+        self._check_thread()
         with self._changed:
             if not self._changed.wait_for(self.done, timeout):
                 raise TimeoutError(f"the request has not ended within {timeout} s; it goes on")
@@ -70,6 +80,7 @@ class Handle:
     def __iter__(self) -> Iterator[Chunk]:
         position = 0
         while not self._is_over(position):
+            self._check_thread()
             with self._changed:
                 self._changed.wait_for(partial(self._has_news, position))
             chunks = self.since(position)
@@ -112,6 +123,13 @@ class Handle:
         finally:
             with self._changed:
                 self._listeners.remove(listener)
+
+    def _check_thread(self) -> None:
+        if self._is_owner() and not self._ended:
+            raise EngineError(
+                "the engine's thread would wait for itself: in on_chunk and on_step, take what "
+                "comes and do not wait for requests"
+            )
 
     def follow(self, listener: Listener) -> None:
         """Have a function called, by the engine's thread, whenever something changed."""

@@ -45,6 +45,11 @@ class Owner:
         """Counters as they are now."""
         return self._scheduler.stats - Stats()
 
+    @property
+    def is_current(self) -> bool:
+        """Whether this is the thread that runs the model."""
+        return threading.current_thread() is self._thread
+
     def add(self, request: Request) -> None:
         """Put a request in the queue. Raises EngineError after `close`."""
         with self._lock:
@@ -66,7 +71,7 @@ class Owner:
             thread = self._thread
         if thread is not None:
             self._mailbox.put(None)
-            if thread is not threading.current_thread():
+            if not self.is_current:
                 thread.join()
 
     def _run(self) -> None:

@@ -251,6 +251,7 @@ class _Steps:
     """Stands for the thread of an engine: whoever calls `round` is it."""
 
     runs_imported = False
+    is_current = True
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler

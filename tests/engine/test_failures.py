@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from functools import cache as memo
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from funcrt import BucketPlan, Engine, cache
 from funcrt.compiled import Compiled
 from funcrt.engine import Chunk, Handle, StepReport
-from funcrt.errors import CapacityError, FuncrtError, InputError, TextError
+from funcrt.errors import CapacityError, EngineError, FuncrtError, InputError, TextError
 from funcrt.model import Model
 from tests.engine.harness import (
     EOS,
@@ -318,6 +319,9 @@ BAD: list[tuple[dict[str, Any], Any, str]] = [
     ({"stop": [""]}, (InputError, TextError), "stop"),
     ({"stop": b"x"}, (InputError, TextError), "stop"),
     ({"seeds": 3}, InputError, "unknown option"),
+    ({"temperature": True}, InputError, "temperature must be"),
+    ({"top_p": True}, InputError, "top_p must be"),
+    ({"top_k": True}, InputError, "top_k must be"),
 ]
 
 
@@ -332,10 +336,19 @@ def test_bad_options_are_refused_before_anything_runs(engine, options, error, ma
     assert engine.stats == before
 
 
-@pytest.mark.parametrize("prompt", [[], "", [EOS + 1], [-1], [1.0], [[1]], None, {}, b"ab", {1: 2}])
+@pytest.mark.parametrize(
+    "prompt", [[], "", [EOS + 1], [-1], [1.0], [[1]], None, {}, b"ab", {1: 2}, 5, 5.0, True]
+)
 def test_bad_prompts_are_refused(engine, prompt):
     with pytest.raises(FuncrtError):
         engine.submit(prompt)
+
+
+def test_callbacks_that_are_none(engine):
+    with pytest.raises(InputError, match="on_chunk: expected a function, got 3"):
+        engine.submit(PROMPTS[0], on_chunk=3)
+    with pytest.raises(InputError, match="on_step: expected a function, got 3"):
+        Engine(MODEL, PLAN, on_step=3)
 
 
 def test_options_that_are_no_plan_or_budget():
@@ -364,3 +377,30 @@ def test_a_prompt_larger_than_the_largest_bucket(engine):
         engine.generate([PROMPTS[0], [1] * 48], max_tokens=2)
     assert engine.stats == before
     assert len(engine.generate([1] * 47)[0].tokens) == 1
+
+
+def test_a_callback_that_would_wait_for_itself_is_told(engine):
+    """In the engine's own thread nothing that waits for the engine can ever return."""
+    first = engine.submit(PROMPTS[0], max_tokens=4)
+    for wait in (
+        lambda: engine.submit(PROMPTS[1], max_tokens=2).result(),
+        lambda: list(engine.submit(PROMPTS[1], max_tokens=2)),
+        lambda: engine.generate(PROMPTS[1], max_tokens=2),
+    ):
+        handle = engine.submit(PROMPTS[3], max_tokens=4, on_chunk=lambda chunk, wait=wait: wait())
+        with pytest.raises(EngineError, match="would wait for itself"):
+            handle.result(60)
+    assert first.result(60).tokens == alone(0, 4)
+
+
+def test_every_close_waits_for_the_end():
+    engine = Engine(MODEL, PLAN)
+    handles = [engine.submit(PROMPTS[i], max_tokens=40) for i in (0, 3)]
+    threads = [threading.Thread(target=engine.close) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert all(handle.done() for handle in handles)
+    with pytest.raises(EngineError, match="closed"):
+        engine.submit([1])

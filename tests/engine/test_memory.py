@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from funcrt import BucketPlan, Engine
 from funcrt.errors import CapacityError
 from funcrt.footprint import Footprint
-from tests.engine.harness import PLAN, DirectEngine, check_traces, oracle, subject, toys
+from tests.engine.harness import PLAN, DirectEngine, check_traces, draft, oracle, subject, toys
 from tests.helpers import make_model, random_tokens
 
 import mlx.core as mx
@@ -149,3 +149,13 @@ def test_many_requests_leave_nothing_behind():
 @pytest.mark.long
 def test_thousands_of_requests_leave_nothing_behind():
     endure(2000)
+
+
+def test_a_draft_that_takes_the_room_of_others_is_refused():
+    model = subject("full")
+    least = DirectEngine(model)._admission._needs(1, 47)
+    engine = DirectEngine(model, memory_budget=int(1.2 * least))
+    engine.submit([1, 2, 3], max_tokens=40)
+    with pytest.raises(CapacityError, match=r"draft model takes .* use a smaller draft"):
+        engine.submit([1, 2, 3], max_tokens=40, speculate=draft("full", 0.1))
+    engine.submit([1, 2, 3], max_tokens=40)
