@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -112,7 +113,14 @@ class Decoding:
                 wanted.setdefault(request.drafter, {})[request] = most
         guesses: Guesses = {}
         for drafter, texts in wanted.items():
-            guesses |= drafter.guess(texts)
+            try:
+                guesses |= drafter.guess(texts)
+            except Exception:
+                # Texts do without guesses as well, only slower.
+                logging.getLogger(__name__).exception("guessing failed; these texts go on without")
+                drafter.reset()
+                for request in texts:
+                    request.leave_drafter()
         return guesses
 
 

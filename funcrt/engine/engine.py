@@ -15,7 +15,7 @@ from funcrt.buckets import BucketPlan
 from funcrt.calling import CallForm
 from funcrt.engine.admission import Admission
 from funcrt.engine.handle import Handle
-from funcrt.engine.options import Options, Prompt, Prompts, Wish, read_wishes
+from funcrt.engine.options import Options, Prompt, Prompts, Stops, Wish, read_wishes
 from funcrt.engine.owner import Owner
 from funcrt.engine.request import Chunk, Completion, Request
 from funcrt.engine.scheduler import Scheduler
@@ -64,6 +64,10 @@ class Engine:
     ) -> None:
         if memory_budget is not None and not _is_size(memory_budget):
             raise InputError(f"memory_budget: expected bytes, at least 1, got {memory_budget!r}")
+        if not isinstance(model, CallForm):
+            raise InputError(f"expected a model or a bundle, got {type(model).__name__}")
+        if plan is not None and not isinstance(plan, BucketPlan):
+            raise InputError(f"plan: expected a BucketPlan, got {type(plan).__name__}")
         if on_step is not None and not callable(on_step):
             raise InputError(f"on_step: expected a function, got {on_step!r}")
         self.model = model
@@ -76,9 +80,8 @@ class Engine:
         footprint = Footprint.of(model, self.compiled.cache_spec)
         self._admission = Admission(footprint, self.compiled.plan, memory_budget)
         self._ends = frozenset(model.eos_token_ids)
-        self._owner = Owner(
-            Scheduler(self.compiled, self._admission, on_step), self.compiled.is_imported
-        )
+        self._scheduler = Scheduler(self.compiled, self._admission, on_step)
+        self._owner = Owner(self._scheduler, self.compiled.is_imported)
         self._drafters: dict[Any, Drafter] = {}
         self._making_drafter = threading.Lock()
         self._speculate = speculate
@@ -106,7 +109,7 @@ class Engine:
         self,
         prompts: Prompts,
         *,
-        stop: str | Sequence[str] | None = None,
+        stop: Stops = None,
         **options: Unpack[Options],
     ) -> list[Completion]:
         """Complete every prompt, one `Completion` each, in order; arguments as of `stream`."""
@@ -122,7 +125,7 @@ class Engine:
         self,
         prompts: Prompts,
         *,
-        stop: str | Sequence[str] | None = None,
+        stop: Stops = None,
         **options: Unpack[Options],
     ) -> Iterator[Chunk]:
         """Yield every new token as it comes, for all prompts at once.
@@ -131,7 +134,8 @@ class Engine:
 
         Args:
             prompts: strings, or lists of ids; one of them alone is a list of one.
-            stop: strings that end a completion and are cut off.
+            stop: strings that end a completion and are cut off; a list of lists has those of each
+                prompt.
             **options: see `Options`; `max_tokens` is 128, everything else off, if not given. Draws
                 depend on a prompt's own seed and positions, never on its neighbours.
 
@@ -147,7 +151,7 @@ class Engine:
         self,
         prompt: Prompt,
         *,
-        stop: str | Sequence[str] | None = None,
+        stop: Stops = None,
         on_chunk: Callable[[Chunk], None] | None = None,
         **options: Unpack[Options],
     ) -> Handle:
@@ -178,8 +182,8 @@ class Engine:
         options.setdefault("speculate", self._speculate)
         wishes = read_wishes(self.model, self.compiled.plan, prompts, stop, options)
         for wish in wishes:
-            self._admission.check(len(wish.prompt) + wish.limit - 1)
-            self._choose_drafter(wish.speculate)
+            guesses = self._choose_drafter(wish.speculate) is not None
+            self._admission.check(len(wish.prompt) + wish.limit - 1, guesses)
         return wishes
 
     def _choose_drafter(self, speculate: Any) -> Drafter | None:
@@ -203,10 +207,16 @@ class Engine:
 
     def _make_drafter(self, draft: CallForm) -> Drafter:
         check_draft(self.model, draft)
-        drafter = ModelDrafter(draft, self.compiled.plan)
-        self._admission.add_draft(Footprint.of(draft, drafter.compiled.cache_spec))
-        self._owner.runs_imported |= drafter.compiled.is_imported
-        return drafter
+        for other, drafter in list(self._drafters.items()):
+            unused = not drafter.texts and other is not self._speculate
+            if unused and isinstance(drafter, ModelDrafter):
+                del self._drafters[other]
+                self._admission.remove_draft(drafter.footprint)
+        made = ModelDrafter(draft, self.compiled.plan)
+        self._admission.add_draft(made.footprint)
+        self._owner.runs_imported |= made.compiled.is_imported
+        self._scheduler.watch(made.compiled.traces)
+        return made
 
     def _submit(
         self,
@@ -230,6 +240,8 @@ class Engine:
             drafter=self._choose_drafter(wish.speculate),
             handle=handle,
         )
+        if request.drafter is not None:
+            request.drafter.texts.add(request)
         self._owner.add(request)
         return handle
 

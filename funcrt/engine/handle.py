@@ -179,5 +179,5 @@ class Handle:
         for listener in listeners:
             try:
                 listener()
-            except RuntimeError:  # its event loop is closed: nobody waits there any more
+            except Exception:  # noqa: BLE001 (a closed event loop: nobody waits there)
                 continue

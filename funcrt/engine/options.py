@@ -17,6 +17,7 @@ import mlx.core as mx
 
 Prompt = str | Sequence[int]
 Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
+Stops = str | Sequence[str] | Sequence[Sequence[str]] | None
 
 MOST_ALTERNATIVES = 20
 
@@ -76,7 +77,7 @@ def read_wishes(
         TextError: a string prompt or stop strings without a tokenizer.
     """
     ids = [_encode(model, prompt, i) for i, prompt in enumerate(_listed(prompts))]
-    stops = _read_stops(stop)
+    stops = _read_stops(stop, len(ids))
     known = Options.__annotations__
     if unknown := sorted(options.keys() - known.keys()):
         raise InputError(f"unknown option {unknown[0]!r}; known: stop, {', '.join(known)}")
@@ -85,33 +86,47 @@ def read_wishes(
     limits = _per_prompt("max_tokens", options.get("max_tokens", 128), len(ids))
     tops = _per_prompt("top_logprobs", options.get("top_logprobs", 0), len(ids))
     drafts = _per_prompt("speculate", options.get("speculate"), len(ids))
-    if stops and model.tokenizer is None:
+    if any(stops) and model.tokenizer is None:
         raise TextError("stop strings need a tokenizer; this model has none")
     wishes = []
-    for prompt, limit, row, top, draft in zip(ids, limits, rows, tops, drafts, strict=True):
-        _check_count("max_tokens", limit, 1, None)
-        _check_count("top_logprobs", top, 0, MOST_ALTERNATIVES)
+    for prompt, limit, row, top, draft, ends in zip(
+        ids, limits, rows, tops, drafts, stops, strict=True
+    ):
+        most = _check_count("max_tokens", limit, 1, None)
+        alternatives = _check_count("top_logprobs", top, 0, MOST_ALTERNATIVES)
         plan.choose_capacity(len(prompt), "prompt")
         # The last new token is never written to the cache.
         room = plan.capacity[-1] - len(prompt)
-        text = None if model.tokenizer is None else model.tokenizer.stream(stops)
-        wishes.append(Wish(prompt, min(limit, room), row, top, text, draft))
+        text = None if model.tokenizer is None else model.tokenizer.stream(ends)
+        wishes.append(Wish(prompt, min(most, room), row, alternatives, text, draft))
     return wishes
 
 
-def _check_count(name: str, value: Any, low: int, high: int | None) -> None:
-    whole = isinstance(value, int) and not isinstance(value, bool)
+def _check_count(name: str, value: Any, low: int, high: int | None) -> int:
+    whole = isinstance(value, Integral) and not isinstance(value, bool)
     if not whole or value < low or (high is not None and value > high):
         wanted = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
         raise InputError(f"{name}: expected {wanted}, got {value!r}")
+    return int(value)
 
 
-def _read_stops(stop: object) -> tuple[str, ...]:
-    if stop is None:
-        return ()
-    if not isinstance(stop, Iterable):
+def _read_stops(stop: object, count: int) -> list[tuple[Any, ...]]:
+    """Stop strings of each prompt: one or several for all, or a list with those of each."""
+    if stop is None or isinstance(stop, str):
+        return [() if stop is None else (stop,)] * count
+    if isinstance(stop, Mapping) or not isinstance(stop, Iterable):
         raise InputError(f"stop: expected a string or several, got {stop!r}")
-    return (stop,) if isinstance(stop, str) else tuple(stop)
+    items: list[Any] = list(stop)
+    if not any(item is None or _is_list(item) for item in items):
+        return [tuple(items)] * count
+    if len(items) != count:
+        raise InputError(f"stop: expected strings, or a list for each of {count} prompts, "
+                         f"got {len(items)}")  # fmt: skip
+    return [tuple(item) if _is_list(item) else _read_stops(item, 1)[0] for item in items]
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, (str, Mapping))
 
 
 def _encode(model: CallForm, prompt: str | Sequence[int], index: int) -> list[int]:
@@ -122,8 +137,9 @@ def _encode(model: CallForm, prompt: str | Sequence[int], index: int) -> list[in
     elif not isinstance(prompt, Iterable):
         raise InputError(f"prompt {index}: expected text or a list of ids, got {prompt!r}")
     else:
-        if isinstance(prompt, bytes):
-            raise InputError(f"prompt {index}: expected text, got bytes: decode them")
+        if isinstance(prompt, (bytes, bytearray, Mapping)):
+            kind = type(prompt).__name__
+            raise InputError(f"prompt {index}: expected text or a list of ids, got {kind}")
         ids = [_id(token, index) for token in prompt]
     if not ids:
         raise InputError(f"prompt {index} is empty: pass at least one token")
@@ -139,10 +155,11 @@ def _encode(model: CallForm, prompt: str | Sequence[int], index: int) -> list[in
 def _listed(prompts: object) -> list[str | Sequence[int]]:
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, Iterable) or isinstance(prompts, mx.array):
+    unfit = (mx.array, bytes, bytearray, Mapping)
+    if not isinstance(prompts, Iterable) or isinstance(prompts, unfit):
         raise InputError(f"prompts: expected strings or lists of ids, got {type(prompts).__name__}")
     listed: list[Any] = list(prompts)
-    alone = bool(listed) and not isinstance(listed[0], (str, Sequence, mx.array))
+    alone = bool(listed) and not isinstance(listed[0], Iterable)
     return [listed] if alone else listed
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -18,6 +21,15 @@ from funcrt.errors import EngineError
 import mlx.core as mx
 
 Message = Callable[[], None]
+
+_owners: weakref.WeakSet[Owner] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Wait for every thread: none may be inside MLX when the interpreter ends."""
+    for owner in list(_owners):
+        owner.close()
 
 
 class Owner:
@@ -39,6 +51,8 @@ class Owner:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._process = os.getpid()
+        _owners.add(self)
 
     @property
     def stats(self) -> Stats:
@@ -51,13 +65,18 @@ class Owner:
         return threading.current_thread() is self._thread
 
     def add(self, request: Request) -> None:
-        """Put a request in the queue. Raises EngineError after `close`."""
+        """Put a request in the queue. Raises EngineError after `close`, and in a forked process."""
         with self._lock:
             if self._closed:
                 raise EngineError("the engine is closed: make a new one")
+            if os.getpid() != self._process:
+                raise EngineError(
+                    "an engine's thread does not live on after a fork: make a new one"
+                )
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="funcrt-engine", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="funcrt-engine", daemon=True)
+                thread.start()
+                self._thread = thread
             self._mailbox.put(partial(self._scheduler.add, request))
 
     def cancel(self, handle: Handle) -> None:
@@ -69,7 +88,7 @@ class Owner:
         with self._lock:
             self._closed = True
             thread = self._thread
-        if thread is not None:
+        if thread is not None and os.getpid() == self._process:
             self._mailbox.put(None)
             if not self.is_current:
                 thread.join()
@@ -86,6 +105,7 @@ class Owner:
                 del message  # it may hold a request
             for handle in self._scheduler.handles:
                 self._do(partial(self._scheduler.cancel, handle))
+            self._do(self._scheduler.begin)  # rows that were kept are let go
 
     def _do(self, work: Message) -> None:
         turn = streams.turn() if self.runs_imported else nullcontext()
@@ -94,3 +114,5 @@ class Owner:
                 work()
         except BaseException as error:  # noqa: BLE001 (whoever waits has to know it)
             self._scheduler.fail(error)
+        # Not in the turn: callers' functions may wait for somebody who needs it.
+        self._scheduler.deliver()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from funcrt import cache
@@ -26,16 +26,13 @@ class Prefix:
         tokens: in the order of its slots.
         state: of one row.
         written: the highest length that the row has had, which bounds how far a ring goes back.
+        nbytes: bytes that its arrays take.
     """
 
     tokens: list[int]
     state: CacheState
     written: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that its arrays take."""
-        return sum(array.nbytes for array in self.state.values())
+    nbytes: int
 
 
 class Rewind:
@@ -64,66 +61,81 @@ class PrefixPool:
         plan: the declared buckets.
         rewind: how far rows can go back.
         limit: most bytes to keep.
+
+    Attributes:
+        nbytes: bytes that are kept.
     """
 
     def __init__(self, spec: CacheSpec, plan: BucketPlan, rewind: Rewind, limit: int) -> None:
+        self.nbytes = 0
         self._spec = spec
         self._plan = plan
         self._rewind = rewind
-        self._limit = limit
-        self._entries: OrderedDict[int, Prefix] = OrderedDict()
+        self._most = self._limit = limit
+        self._entries: OrderedDict[Prefix, None] = OrderedDict()
+        # By their first tokens: nearly all of many rows have nothing in common with a prompt.
+        self._by_start: dict[tuple[int, ...], set[Prefix]] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are kept."""
-        return sum(entry.nbytes for entry in self._entries.values())
 
     def keep(self, request: Request, state: CacheState, row: int) -> None:
         """Keep a copy of a finished row, if it can be of use."""
         tokens = request.sequence[: request.cached]
         length = len(tokens)  # fewer than cached where a text ended among accepted guesses
         capacity = choose_capacity(self._plan, self._spec, request.cached)
+        nbytes = cache.state_bytes(self._spec, 1, capacity)
         if (
             request.completion.finish_reason == "error"
             or length < LEAST_SHARED
-            or cache.state_bytes(self._spec, 1, capacity) > self._limit
+            or nbytes > self._limit
             or not self._rewind.allows(request.written, length)
-            or any(shared(entry.tokens, tokens) == length for entry in self._entries.values())
+            or any(shared(entry.tokens, tokens) == length for entry in self._like(tokens))
         ):
             return
+        self._shrink(self._limit - nbytes)  # before there are both
         copied = resize(copy_row(state, row), capacity)
         if length < request.cached:
             copied = cache.trim(copied, request.cached - length)
         mx.eval(copied)
-        self.add(Prefix(tokens, copied, request.written))
+        if self._rewind.is_free:  # a shorter row that this one contains is of no more use
+            for other in list(self._like(tokens)):
+                if shared(other.tokens, tokens) == len(other.tokens):
+                    self._drop(other)
+        entry = Prefix(tokens, copied, request.written, nbytes)
+        self._entries[entry] = None
+        self._by_start.setdefault(_start(tokens), set()).add(entry)
+        self.nbytes += nbytes
 
-    def add(self, entry: Prefix) -> None:
-        """Keep a row, in place of those that it contains."""
-        if self._rewind.is_free:
-            for key, other in list(self._entries.items()):
-                if shared(other.tokens, entry.tokens) == len(other.tokens):
-                    del self._entries[key]
-        self._entries[id(entry)] = entry
-        self.shrink(self._limit)
-
-    def shrink(self, limit: int) -> None:
-        """Let go of rows until the others take at most `limit` bytes."""
-        while self._entries and self.nbytes > limit:
-            self._entries.popitem(last=False)
+    def bound(self, spare: int) -> None:
+        """Keep within `spare` bytes as long as nothing else is said."""
+        self._limit = max(0, min(self._most, spare))
+        self._shrink(self._limit)
 
     def find(self, tokens: Sequence[int]) -> tuple[Prefix | None, int]:
         """The row that can be cut to the longest beginning of `tokens`, and that length."""
         best, length = None, 0
-        for entry in self._entries.values():
+        for entry in self._like(tokens):
             common = self.reusable(entry.tokens, entry.written, tokens)
             if common > length:
                 best, length = entry, common
         if best is not None:
-            self._entries.move_to_end(id(best))
+            self._entries.move_to_end(best)
         return best, length
+
+    def _like(self, tokens: Sequence[int]) -> Collection[Prefix]:
+        return self._by_start.get(_start(tokens), ())
+
+    def _shrink(self, limit: int) -> None:
+        while self._entries and self.nbytes > limit:
+            self._drop(next(iter(self._entries)))
+
+    def _drop(self, entry: Prefix) -> None:
+        del self._entries[entry]
+        self._by_start[_start(entry.tokens)].discard(entry)
+        if not self._by_start[_start(entry.tokens)]:
+            del self._by_start[_start(entry.tokens)]
+        self.nbytes -= entry.nbytes
 
     def reusable(self, cached: Sequence[int], written: int, tokens: Sequence[int]) -> int:
         """How many of `tokens` a row can serve: not the last one, whose logits are wanted."""
@@ -133,6 +145,10 @@ class PrefixPool:
         if common < LEAST_SHARED or not self._rewind.allows(written, common):
             return 0
         return common
+
+
+def _start(tokens: Sequence[int]) -> tuple[int, ...]:
+    return tuple(tokens[:LEAST_SHARED])
 
 
 def shared(a: Sequence[int], b: Sequence[int]) -> int:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection, Sequence
 
 from funcrt import cache, sampling
-from funcrt.buckets import Bucket, choose_overhead
+from funcrt.buckets import Bucket, BucketPlan, choose_overhead
 from funcrt.cache import CacheState
 from funcrt.compiled import Compiled
 from funcrt.engine.calls import Call, read_choices
@@ -21,7 +21,12 @@ import mlx.core as mx
 _WHOLE_CALL = 4  # a call of so many times the overhead spends most of its time on tokens
 
 
-class Prompts:
+def most_places(plan: BucketPlan) -> int:
+    """Tokens of the largest call of several prompts; a call of one may have more."""
+    return max(plan.tokens[-1], _WHOLE_CALL * choose_overhead())
+
+
+class Prefilling:
     """Requests whose prompt is not all in the cache yet.
 
     Each has a state of one row to itself. For a call some of these are stacked in a bucket; rows
@@ -44,7 +49,7 @@ class Prompts:
         self._prefixes = prefixes
         self._running = running
         self._overhead = choose_overhead()
-        self._most_places = max(self._plan.tokens[-1], _WHOLE_CALL * self._overhead)
+        self._most_places = most_places(self._plan)
 
     def prefill(self) -> tuple[Call, CacheState]:
         """One chunk. Requests with a choice have left; the state returned is theirs, by row."""

@@ -113,6 +113,13 @@ class Request:
         self.completion.prompt_tokens = len(self.prompt)
         self.handle.completion = self.completion
 
+    def leave_drafter(self) -> None:
+        """Do without guesses from now on."""
+        drafter, self.drafter = self.drafter, None
+        if drafter is not None:
+            drafter.forget(self)
+            drafter.texts.discard(self)
+
     @property
     def pending(self) -> int:
         """Prompt tokens that are not in the cache yet."""

@@ -6,7 +6,7 @@ and then one step of the running batch, so that no running row waits longer than
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 
 from funcrt.cache import CacheState
@@ -16,7 +16,7 @@ from funcrt.engine.calls import Call
 from funcrt.engine.decoding import Decoding
 from funcrt.engine.handle import Handle
 from funcrt.engine.prefixes import PrefixPool, Rewind
-from funcrt.engine.prompts import Prompts
+from funcrt.engine.prompts import Prefilling
 from funcrt.engine.request import Choice, Chunk, Request
 from funcrt.engine.rows import Rows
 from funcrt.engine.stats import Meter, OnStep, Stats
@@ -43,21 +43,24 @@ class Scheduler:
         self._rewind = Rewind(compiled.cache_spec, compiled.plan.tokens[-1])
         self._requests: dict[Handle, Request] = {}  # all that have not ended
         self._waiting: deque[Request] = deque()
-        self._outbox: list[tuple[Request, Chunk]] = []
-        self._begin()
+        self._outbox: list[tuple[Request, Chunk | BaseException]] = []
+        self._counted = 0  # of the outbox: belongs to calls that are counted
+        self._dropped: list[Request] = []  # ended by their callers' functions, rows not yet free
+        self.begin()
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Start with empty states."""
         spec, plan = self._compiled.cache_spec, self._compiled.plan
         limit = int(_POOL_SHARE * self._admission.budget)
         self._prefixes = PrefixPool(spec, plan, self._rewind, limit)
         self._running = Rows(spec, plan)
-        self._prompts = Prompts(self._compiled, self._prefixes, self._running)
+        self._prompts = Prefilling(self._compiled, self._prefixes, self._running)
         self._decoding = Decoding(self._compiled, self._running)
 
     @property
     def busy(self) -> bool:
         """Whether there is anything to do."""
-        return bool(self._requests)
+        return bool(self._requests or self._dropped)
 
     @property
     def handles(self) -> list[Handle]:
@@ -69,6 +72,10 @@ class Scheduler:
         """Counters."""
         return self._meter.stats
 
+    def watch(self, traces: Counter[str]) -> None:
+        """Count the traces of a draft model, too."""
+        self._meter.traces.append(traces)
+
     def add(self, request: Request) -> None:
         """Put a request at the end of the queue."""
         self._requests[request.handle] = request
@@ -79,20 +86,44 @@ class Scheduler:
         request = self._requests.get(handle)
         if request is not None:
             self._leave(request)
-            self._hand_out(request, request.cancel())
+            self._outbox.append((request, request.cancel()))
 
     def fail(self, error: BaseException) -> None:
         """End everything with an error, and begin anew: what states hold is not known any more."""
         self._waiting.clear()
-        self._begin()
-        self._flush()  # what was given is given
+        self._dropped.clear()
+        self.begin()
+        ended = {request for request, chunk in self._outbox if _ends(chunk)}
         for request in list(self._requests.values()):
-            failure = EngineError(f"the model failed: {type(error).__name__}: {error}")
-            failure.__cause__ = error
-            self._fail(request, failure)
+            if request not in ended:  # what was given is given
+                failure = EngineError(f"the model failed: {type(error).__name__}: {error}")
+                failure.__cause__ = error
+                self._outbox.append((request, failure))
+
+    def deliver(self) -> None:
+        """Call callers' functions with what there is for them; needs nothing of MLX."""
+        self._meter.deliver()
+        outbox, self._outbox, self._counted = self._outbox, [], 0
+        for request, chunk in outbox:
+            if request.handle not in self._requests:  # an earlier chunk was its last
+                continue
+            if isinstance(chunk, BaseException):
+                self._fail(request, chunk)
+                continue
+            try:
+                request.handle.push(chunk)
+            except BaseException as error:  # noqa: BLE001 (the caller's own callback)
+                self._dropped.append(request)
+                self._fail(request, error)
+            else:
+                if chunk.finish_reason:
+                    self._forget(request)
 
     def round(self) -> None:
         """Admit what fits, then one chunk of prompts, then one step of the running batch."""
+        for request in self._dropped:
+            self._leave(request)
+        self._dropped.clear()
         self._admit()
         if self._prompts.requests:
             self._prefill()
@@ -110,7 +141,7 @@ class Scheduler:
             spare = self._admission.spare([*active, self._waiting[0]])
             if spare < 0 and active:
                 return
-            self._prefixes.shrink(max(0, spare))
+            self._prefixes.bound(spare)
             self._prompts.requests.append(self._waiting.popleft())
 
     def _prefill(self) -> None:
@@ -161,37 +192,23 @@ class Scheduler:
         try:
             chunk = request.take(choice)
         except Exception as error:  # noqa: BLE001 (of this text only: the others go on)
-            self._fail(request, error)
+            request.completion.finish_reason = "error"
+            self._outbox.append((request, error))
         else:
             self._outbox.append((request, chunk))
 
     def _close(self, call: Call) -> None:
-        """Count the call, then hand out what it gave: whoever gets it finds it counted."""
+        """Count the call before what it gave is handed out: whoever gets it finds it counted."""
+        given = [chunk for _, chunk in self._outbox[self._counted :] if isinstance(chunk, Chunk)]
+        self._counted = len(self._outbox)
         self._meter.count(
             call,
-            sum(chunk.finish_reason != "error" for _, chunk in self._outbox),
+            sum(chunk.token >= 0 and chunk.finish_reason != "error" for chunk in given),
             waiting=len(self._waiting),
             prefilling=len(self._prompts.requests),
             running=len(self._running.seated),
             prefix_bytes=self._prefixes.nbytes,
         )
-        self._flush()
-
-    def _flush(self) -> None:
-        outbox, self._outbox = self._outbox, []
-        for request, chunk in outbox:
-            if request.handle in self._requests:  # an earlier chunk may have been its last
-                self._hand_out(request, chunk)
-
-    def _hand_out(self, request: Request, chunk: Chunk) -> None:
-        try:
-            request.handle.push(chunk)
-        except BaseException as error:  # noqa: BLE001 (the caller's own callback)
-            self._leave(request)
-            self._fail(request, error)
-        else:
-            if chunk.finish_reason:
-                self._forget(request)
 
     # --- ends ------------------------------------------------------------------------------------
 
@@ -203,8 +220,7 @@ class Scheduler:
     def _forget(self, request: Request) -> None:
         self._requests.pop(request.handle, None)
         self.stats.requests += 1
-        if request.drafter is not None:
-            request.drafter.forget(request)
+        request.leave_drafter()
 
     def _leave(self, request: Request) -> None:
         """Take a request out of wherever it is."""
@@ -222,3 +238,7 @@ class Scheduler:
         assert self._running.state is not None
         self._prefixes.keep(request, self._running.state, row)
         self._running.release(row)
+
+
+def _ends(chunk: Chunk | BaseException) -> bool:
+    return isinstance(chunk, BaseException) or bool(chunk.finish_reason)

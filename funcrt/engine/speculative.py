@@ -15,18 +15,27 @@ from funcrt.buckets import BucketPlan, choose_overhead
 from funcrt.calling import CallForm
 from funcrt.engine.controls import Controls, is_greedy
 from funcrt.engine.prefixes import shared
+from funcrt.engine.prompts import most_places
 from funcrt.engine.request import Request
 from funcrt.engine.rows import Rows
 from funcrt.errors import CapacityError, InputError
+from funcrt.footprint import Footprint
 
 import mlx.core as mx
 
-LARGEST_PAUSE = 32
-"""Steps for which a text that could not be guessed is left alone at most."""
+LARGEST_GUESS = 15
+"""Most guesses in one call: `verify` takes them and the token before them."""
 
 
 class Drafter(ABC):
-    """Guesses what comes next in each of several texts."""
+    """Guesses what comes next in each of several texts.
+
+    Attributes:
+        texts: those that may ask it.
+    """
+
+    def __init__(self) -> None:
+        self.texts: set[Request] = set()
 
     @abstractmethod
     def guess(self, wanted: Mapping[Request, int]) -> dict[Request, list[int]]:
@@ -35,6 +44,10 @@ class Drafter(ABC):
     @abstractmethod
     def forget(self, request: Request) -> None:
         """The text has ended."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Begin anew: what it holds is not known any more."""
 
 
 class NgramDrafter(Drafter):
@@ -48,6 +61,7 @@ class NgramDrafter(Drafter):
     """
 
     def __init__(self, longest: int = 4, shortest: int = 2) -> None:
+        super().__init__()
         self._sizes = range(longest, shortest - 1, -1)
         # Of each text: the places that are indexed, and where each n-gram ended last.
         self._indexed: dict[Request, tuple[int, dict[tuple[int, ...], int]]] = {}
@@ -67,6 +81,10 @@ class NgramDrafter(Drafter):
     def forget(self, request: Request) -> None:
         """Drop the index of a text."""
         self._indexed.pop(request, None)
+
+    def reset(self) -> None:
+        """Drop all."""
+        self._indexed.clear()
 
     def _find(self, request: Request, sequence: list[int]) -> int | None:
         """The place after the latest earlier occurrence of the text's end."""
@@ -99,17 +117,20 @@ class ModelDrafter(Drafter):
 
     Attributes:
         compiled: its step functions.
+        footprint: the memory that it takes.
 
     Raises:
         InputError: a model whose cache cannot go back: recurrent layers.
     """
 
     def __init__(self, model: CallForm, plan: BucketPlan) -> None:
+        super().__init__()
         try:
             self.compiled = model.compiled(plan)
         except CapacityError:
             self.compiled = model.compiled()
         spec = self.compiled.cache_spec
+        self.footprint = Footprint.of(model, spec)
         if any(entry.kind == "recurrent" for entry in spec):
             raise InputError(
                 "speculate: a draft model with recurrent layers cannot take guesses back: use one "
@@ -118,21 +139,41 @@ class ModelDrafter(Drafter):
         self._rows = Rows(spec, self.compiled.plan)
         self._held: dict[Request, list[int]] = {}  # the tokens in each text's row
         self._controls = Controls(model.vocab_size)
+        longest = self.compiled.plan.tokens[-1]
+        has_rings = any(entry.kind == "ring" for entry in spec)
+        self._most = longest if has_rings else LARGEST_GUESS  # what can be taken back
 
     def guess(self, wanted: Mapping[Request, int]) -> dict[Request, list[int]]:
-        """So many tokens of each text that its cache has room for."""
+        """So many tokens of each text that its cache has room for.
+
+        At most one chunk of texts that are behind is read first: nobody waits for a whole prompt,
+        and what is still behind then is not guessed yet.
+        """
+        wanted = {request: min(most, self._most) for request, most in wanted.items()}
         wanted = {request: most for request, most in wanted.items() if self._seat(request, most)}
         if not wanted:
             return {}
-        plan = self.compiled.plan
         needs = [len(request.sequence) + most for request, most in wanted.items()]
         self._rows.fit(len(self._held), max(*needs, *map(len, self._held.values())))
         self._take_back(wanted)
-        while any(self._pending(request) > 1 for request in wanted):
-            self._catch_up(wanted, plan.choose_chunk(
-                max(self._pending(request) for request in wanted) - 1, choose_overhead()
-            ))  # fmt: skip
-        return self._draw(wanted)
+        behind = max(self._pending(request) for request in wanted) - 1
+        if behind:
+            self._catch_up(wanted, self._choose_width(behind))
+        ready = {r: most for r, most in wanted.items() if self._pending(r) == 1}
+        return self._draw(ready) if ready else {}
+
+    def _choose_width(self, behind: int) -> int:
+        """T of a call that reads what texts are behind: no more places than other calls have."""
+        plan, overhead = self.compiled.plan, choose_overhead()
+        most = most_places(plan) // self._rows.batch
+        return min(plan.choose_chunk(behind, overhead), max([t for t in plan.tokens if t <= most],
+                   default=plan.tokens[0]))  # fmt: skip
+
+    def reset(self) -> None:
+        """Begin with an empty cache."""
+        self._rows = Rows(self.compiled.cache_spec, self.compiled.plan)
+        self._held.clear()
+        self._controls.forget()
 
     def forget(self, request: Request) -> None:
         """Leave the text's row to another one."""

@@ -149,17 +149,19 @@ class Meter:
     """Counts calls and reports them.
 
     Args:
-        traces: of the functions that are called.
+        traces: of the functions that are called, a draft model's among them.
         on_step: gets a report of every call; if it raises, this is logged and it gets no more.
 
     Attributes:
         stats: the counters.
+        traces: may get more.
     """
 
     def __init__(self, traces: Counter[str], on_step: OnStep | None) -> None:
         self.stats = Stats()
-        self._traces = traces
+        self.traces = [traces]
         self._on_step = on_step
+        self._reports: list[StepReport] = []
 
     def count(self, call: Call, new_tokens: int, **present: int) -> None:
         """Count a call that gave so many tokens; `present` are the fields of the report on now."""
@@ -192,19 +194,23 @@ class Meter:
                 slots=slots,
                 new_tokens=new_tokens,
                 seconds=call.seconds,
-                traces=self._traces.total(),
+                traces=sum(traces.total() for traces in self.traces),
                 memory=mx.get_active_memory(),
                 **present,
             )
-            self._report(report)
+            self._reports.append(report)
 
-    def _report(self, report: StepReport) -> None:
-        assert self._on_step is not None
-        try:
-            self._on_step(report)
-        except Exception:
-            logging.getLogger(__name__).exception("on_step raised; it is not called again")
-            self._on_step = None
+    def deliver(self) -> None:
+        """Call `on_step` with what was counted since."""
+        reports, self._reports = self._reports, []
+        for report in reports:
+            if self._on_step is None:
+                return
+            try:
+                self._on_step(report)
+            except BaseException:
+                logging.getLogger(__name__).exception("on_step raised; it is not called again")
+                self._on_step = None
 
 
 def _over(count: float, whole: float) -> float:

@@ -89,7 +89,8 @@ def test_nothing_takes_more_than_was_planned():
     plan = BucketPlan(batch=(1, 4, 16), tokens=(4, 32), capacity=(64, 512, 2048))
     footprint = Footprint.of(model, model.compiled(plan).cache_spec)
     wishes = [(random_tokens(20 + 97 * i % 1500, i), 2 + i % 7) for i in range(12)]
-    smallest = footprint.total(1, 32, 2048)
+    longest = max(len(prompt) + count for prompt, count in wishes)
+    smallest = DirectEngine(model, plan)._admission._needs(1, longest)
     together = []
     for budget in (int(1.2 * smallest), 2 * smallest, 4 * smallest):
         mx.clear_cache()
@@ -156,6 +157,8 @@ def test_a_draft_that_takes_the_room_of_others_is_refused():
     least = DirectEngine(model)._admission._needs(1, 47)
     engine = DirectEngine(model, memory_budget=int(1.2 * least))
     engine.submit([1, 2, 3], max_tokens=40)
-    with pytest.raises(CapacityError, match=r"draft model takes .* use a smaller draft"):
+    with pytest.raises(
+        CapacityError, match=r"does not hold the draft model .* use a smaller draft"
+    ):
         engine.submit([1, 2, 3], max_tokens=40, speculate=draft("full", 0.1))
     engine.submit([1, 2, 3], max_tokens=40)

@@ -159,7 +159,7 @@ def test_distributions_are_those_of_the_model(guesser):
     model = subject("full")
     allowed, prompt = [3, 5, 8], [3, 3, 5, 5, 8, 8, 3, 8, 5, 3]  # every pair stands in it
     speculate = draft("full", 0.1) if guesser == "near" else guesser
-    engine = DirectEngine(model, BucketPlan(batch=16, tokens=4, capacity=24))
+    engine = DirectEngine(model, BucketPlan(batch=2, tokens=(4, 16), capacity=24))
     count = 400 if guesser == "ngram" else 240
     options: dict[str, Any] = {"temperature": 1.5, "allowed_tokens": allowed}
     handles = [
