@@ -2,9 +2,31 @@
 
 from __future__ import annotations
 
-import funcrt  # noqa: F401  (before mlx: it picks the host BLAS)
+from pathlib import Path
 
+import funcrt  # before mlx: it picks the host BLAS
+from funcrt.model import Model
+
+import pytest
 from hypothesis import settings
 
 settings.register_profile("repository", deadline=None, derandomize=True, print_blob=False)
 settings.load_profile("repository")
+
+
+@pytest.fixture(scope="session")
+def smollm2_model() -> Model:
+    """A real trained model, fetched once and loaded once."""
+    import converters
+    from converters import smollm2
+
+    return converters.load(smollm2.fetch())
+
+
+@pytest.fixture(scope="session")
+def smollm2_bundle(smollm2_model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, exported once in few buckets. Read only."""
+    folder = tmp_path_factory.mktemp("smollm2") / "bundle.funcrt"
+    plan = funcrt.BucketPlan(batch=(1, 4), tokens=(64,), capacity=(1024,))
+    funcrt.export(smollm2_model, folder, plan)
+    return folder

@@ -8,9 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import converters
 import funcrt
-from converters import smollm2
 from funcrt.cli import demo
 from funcrt.model import Model
 
@@ -26,16 +24,14 @@ DEMO_PLAN = demo.PLAN
 PLAN = funcrt.BucketPlan(batch=(1, 4), tokens=(64,), capacity=(1024,))
 
 
-@pytest.fixture(scope="session")
-def model() -> Model:
-    return converters.load(smollm2.fetch())
+@pytest.fixture
+def model(smollm2_model: Model) -> Model:
+    return smollm2_model
 
 
-@pytest.fixture(scope="session")
-def bundle(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("smollm2") / "bundle.funcrt"
-    funcrt.export(model, folder, PLAN)
-    return folder
+@pytest.fixture
+def bundle(smollm2_bundle: Path) -> Path:
+    return smollm2_bundle
 
 
 def check_logits(logits: mx.array, golden: dict[str, Any]) -> None:

@@ -7,18 +7,15 @@ import os
 import random
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import converters
-from converters import smollm2
 from funcrt import BucketPlan, Engine
 from funcrt.bundle import export
 from funcrt.compiled import Compiled
 from funcrt.model import Model
-from tests.engine.harness import DirectEngine, check_traces
+from tests.engine.arrivals import serve
+from tests.engine.harness import check_traces
 
 import mlx.core as mx
 import pytest
@@ -26,16 +23,16 @@ import pytest
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "tests" / "reference" / "smollm2.json"
 SHORT = (3, 5, 8, 11, 14, 17, 21, 25, 28, 32, 36, 40)
-SHORT_PLAN = BucketPlan(batch=(1, 4), tokens=(4, 16), capacity=64)
+SHORT_PLAN = BucketPlan(batch=(1, 4, 16), tokens=(4, 16), capacity=64)
 PLAN = BucketPlan(batch=(1, 4, 16), tokens=(4, 16, 64), capacity=(64, 256, 768))
 # Every function of a bundle is checked when it is exported: few shapes.
 BUNDLE_PLAN = BucketPlan(batch=(1, 16), tokens=(8, 64), capacity=768)
-NEW_SHORT, NEW = 12, 24
+NEW = 24
 
 
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return converters.load(smollm2.fetch())
+@pytest.fixture
+def model(smollm2_model: Model) -> Model:
+    return smollm2_model
 
 
 def make_prompts(lengths: Sequence[int]) -> list[list[int]]:
@@ -54,7 +51,7 @@ class Solo:
 
     def complete(self, prompt: Sequence[int], count: int) -> list[int]:
         compiled, sizes = self._compiled, self._compiled.plan.tokens
-        capacity = compiled.plan.choose_capacity(len(prompt) + count)
+        capacity = compiled.plan.choose_capacity(len(prompt) + count - 1)  # the last is not put in
         state, done = compiled.init_cache(1, capacity), 0
         while done < len(prompt):
             width = max((t for t in sizes if t <= len(prompt) - done), default=sizes[0])
@@ -76,88 +73,103 @@ class Solo:
 ENDS = (2,)  # <|im_end|>
 
 
-def test_twelve_short_prompts_arriving_one_by_one(model):
-    """Three rounds apart: some are decoded while others come, more than there are rows."""
-    assert tuple(model.eos_token_ids) == ENDS
-    prompts = make_prompts(SHORT)
-    arrivals = random.Random(4)
-    order = arrivals.sample(range(12), 12)
-    engine = DirectEngine(model, SHORT_PLAN)
-    handles: dict[int, Any] = {}
-    while len(handles) < 12 or engine.busy:
-        if len(handles) < 12 and arrivals.random() < 0.4:
-            index = order[len(handles)]
-            handles[index] = engine.submit(prompts[index], max_tokens=NEW_SHORT)
-        if engine.busy:
-            engine.round()
-    engine.check_idle()
-    check_traces(engine.compiled)
-    assert max(report.rows for report in engine.reports) == 4
-    solo = Solo(engine.compiled)
-    for index, handle in handles.items():
-        assert handle.result(0).tokens == solo.complete(prompts[index], NEW_SHORT), index
+@pytest.fixture(scope="module")
+def expected_short(smollm2_model: Model) -> list[list[int]]:
+    assert tuple(smollm2_model.eos_token_ids) == ENDS
+    solo = Solo(smollm2_model.compiled(SHORT_PLAN))
+    return [solo.complete(prompt, NEW) for prompt in make_prompts(SHORT)]
+
+
+def make_pauses(count: int, seed: int, longest: int) -> list[int]:
+    """How many calls of the model lie between one prompt and the next."""
+    chosen = random.Random(seed)
+    return [chosen.randint(0, longest) for _ in range(count)]
+
+
+def test_twelve_short_prompts_arriving_one_by_one(model, expected_short):
+    """Some are decoded while others come, until all of them are in one batch."""
+    pauses = make_pauses(12, 4, 3)
+    served = serve(model, SHORT_PLAN, make_prompts(SHORT), pauses, NEW)
+    check_traces(served.compiled)
+    steps = [report for report in served.reports if report.function == "decode"]
+    assert {report.bucket.batch for report in steps} == {1, 4, 16}
+    assert max(report.rows for report in steps) == 12
+    assert served.tokens == expected_short
+
+
+# It imports neither converters nor model code, only the schedule that the tests share.
+SERVE = """
+import json, sys
+from funcrt.bundle import load_bundle
+from tests.engine.arrivals import serve
+wishes = json.load(sys.stdin)
+served = serve(load_bundle(sys.argv[1]), None, wishes["prompts"], wishes["pauses"], wishes["new"])
+assert set(served.compiled.traces.values()) == {1}, served.compiled.traces
+assert not {"converters", "funcrt.models", "funcrt.model"} & sys.modules.keys()
+most = max(report.rows for report in served.reports)
+json.dump({"tokens": served.tokens, "most": most}, sys.stdout)
+"""
+
+
+def serve_elsewhere(
+    folder: Path, prompts: list[list[int]], pauses: list[int]
+) -> tuple[list[list[int]], int]:
+    """New tokens from a bundle in another process, and the most rows of a call."""
+    done = subprocess.run(
+        [sys.executable, "-c", SERVE, str(folder)],
+        input=json.dumps({"prompts": prompts, "pauses": pauses, "new": NEW}),
+        capture_output=True, text=True, timeout=1500, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    return found["tokens"], found["most"]
+
+
+def test_twelve_short_prompts_from_a_bundle_in_another_process(smollm2_bundle, expected_short):
+    """More prompts than the bundle has rows."""
+    found, most = serve_elsewhere(smollm2_bundle, make_prompts(SHORT), make_pauses(12, 4, 3))
+    assert most == 4
+    assert found == expected_short
 
 
 # --- long -----------------------------------------------------------------------------------------
 
-SERVE = """
-import json, random, sys, time
-from funcrt import Engine
-from funcrt.bundle import load_bundle
-wishes = json.load(sys.stdin)
-random.seed(2)
-with Engine(load_bundle(sys.argv[1])) as engine:
-    handles = []
-    for prompt in wishes["prompts"]:
-        handles.append(engine.submit(prompt, max_tokens=wishes["new"]))
-        time.sleep(random.expovariate(10.0))
-    tokens = [handle.result().tokens for handle in handles]
-    traces = engine.compiled.traces
-    assert set(traces.values()) == {1}, traces
-    assert not {"converters", "funcrt.models", "funcrt.model"} & sys.modules.keys()
-    json.dump({"tokens": tokens, "batch": engine.stats.row_places}, sys.stdout)
-"""
-
 
 def make_lengths() -> list[int]:
-    """64 lengths from 3 to 700, most of them short, in no order."""
+    """64 lengths from 3 to 700, most of them short; the shortest come first, to be many at once."""
     lengths = [3, 700, *(round(3 * 233 ** ((i + 1) / 63)) for i in range(62))]
-    random.Random(1).shuffle(lengths)
-    return lengths
+    lengths.sort()
+    chosen = random.Random(1)
+    first = chosen.sample(lengths[:24], 24)
+    for length in first:
+        lengths.remove(length)
+    chosen.shuffle(lengths)
+    return first + lengths
 
 
 @pytest.fixture(scope="module")
-def expected(model) -> list[list[int]]:
-    solo = Solo(model.compiled(BucketPlan(batch=1, tokens=PLAN.tokens, capacity=PLAN.capacity)))
+def expected(smollm2_model: Model) -> list[list[int]]:
+    plan = BucketPlan(batch=1, tokens=PLAN.tokens, capacity=PLAN.capacity)
+    solo = Solo(smollm2_model.compiled(plan))
     return [solo.complete(prompt, NEW) for prompt in make_prompts(make_lengths())]
 
 
 @pytest.fixture(scope="module")
-def folder(model, tmp_path_factory) -> Path:
-    made = tmp_path_factory.mktemp("smollm2") / "smollm2.funcrt"
-    export(model, made, BUNDLE_PLAN)
+def folder(smollm2_model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("smollm2_16") / "smollm2.funcrt"
+    export(smollm2_model, made, BUNDLE_PLAN)
     return made
 
 
 @pytest.mark.long
 def test_64_prompts_at_random_times(model, expected):
-    lengths, pauses = make_lengths(), random.Random(3)
+    lengths = make_lengths()
     assert (len(lengths), min(lengths), max(lengths)) == (64, 3, 700)
-    most = 0
-
-    def watch(report: Any) -> None:
-        nonlocal most
-        most = max(most, report.rows)
-
-    with Engine(model, PLAN, on_step=watch) as engine:
-        handles = []
-        for prompt in make_prompts(lengths):
-            handles.append(engine.submit(prompt, max_tokens=NEW))
-            time.sleep(pauses.expovariate(10.0))
-        tokens = [handle.result(600).tokens for handle in handles]
-        check_traces(engine.compiled)
-    assert most == 16
-    wrong = [i for i, found in enumerate(tokens) if found != expected[i]]
+    served = serve(model, PLAN, make_prompts(lengths), make_pauses(64, 3, 1), NEW)
+    check_traces(served.compiled)
+    assert max(report.rows for report in served.reports) == 16
+    wrong = [i for i, found in enumerate(served.tokens) if found != expected[i]]
     assert wrong == []
 
 
@@ -172,12 +184,7 @@ def test_64_prompts_with_guesses(model, expected, speculate):
 
 @pytest.mark.long
 def test_64_prompts_from_a_bundle_in_another_process(folder, expected):
-    wishes = {"prompts": make_prompts(make_lengths()), "new": NEW}
-    done = subprocess.run(
-        [sys.executable, "-c", SERVE, str(folder)],
-        input=json.dumps(wishes), capture_output=True, text=True, timeout=1200, check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    tokens = json.loads(done.stdout)["tokens"]
+    prompts = make_prompts(make_lengths())
+    tokens, most = serve_elsewhere(folder, prompts, make_pauses(64, 3, 1))
+    assert most == 16
     assert [i for i, found in enumerate(tokens) if found != expected[i]] == []
