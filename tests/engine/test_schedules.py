@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
@@ -17,6 +18,7 @@ from tests.engine.harness import (
     Subject,
     check_completion,
     draft,
+    least_budget,
     subject,
     toys,
     write,
@@ -35,61 +37,54 @@ from hypothesis.stateful import (
 )
 
 BASES = [random_tokens(40, seed) for seed in range(2)]
+CUTS = [1, 9, 12, 17, 18, 23, 30, 40]
 REPEATING = [5, 9, 5, 9, 5, 9, 5, 9, 5, 9]
-
-beginnings = st.builds(
-    lambda base, cut, rest: [*BASES[base][:cut], *rest],
-    st.sampled_from([0, 0, 1]),
-    st.sampled_from([1, 9, 12, 17, 18, 23, 30, 40]),
-    st.lists(st.integers(0, 3), max_size=5),
-)
-prompts = st.one_of(beginnings, beginnings, beginnings, st.just(REPEATING))
-choices: dict[str, st.SearchStrategy[Any]] = {
-    "temperature": st.sampled_from([0.0, 0.0, 0.7, 1.5]),
-    "top_k": st.sampled_from([0, 0, 5]),
-    "top_p": st.sampled_from([1.0, 0.9]),
-    "min_p": st.sampled_from([0.0, 0.1]),
-    "seed": st.integers(0, 2),
-    "repetition_penalty": st.sampled_from([1.0, 1.3]),
-    "presence_penalty": st.sampled_from([0.0, 0.6]),
-    "frequency_penalty": st.sampled_from([0.0, 0.4]),
-    "logit_bias": st.sampled_from([{3: 2.0, 7: -float("inf")}, {17: 4.0}]),
-    "allowed_tokens": st.sampled_from([[1, 2, 3, 4, 5, 6, 9, 17]]),
-    "top_logprobs": st.sampled_from([0, 3]),
-    "stop": st.sampled_from(["%", "ab", write([9, 5])]),
+NEEDED: dict[str, list[Any]] = {
+    "max_tokens": [30, 1, 2, 9, 14, 100],
+    "speculate": [None, "ngram", "exact", "near", "far"],
 }
-needed: dict[str, st.SearchStrategy[Any]] = {
-    "max_tokens": st.sampled_from([30, 1, 2, 9, 14, 100]),
-    "speculate": st.sampled_from([None, "ngram", "exact", "near", "far"]),
+CHOICES: dict[str, list[Any]] = {
+    "temperature": [0.0, 0.0, 0.7, 1.5],
+    "top_k": [0, 0, 5],
+    "top_p": [1.0, 0.9],
+    "min_p": [0.0, 0.1],
+    "seed": [0, 1, 2],
+    "repetition_penalty": [1.0, 1.3],
+    "presence_penalty": [0.0, 0.6],
+    "frequency_penalty": [0.0, 0.4],
+    "logit_bias": [{3: 2.0, 7: -float("inf")}, {17: 4.0}],
+    "allowed_tokens": [[1, 2, 3, 4, 5, 6, 9, 17]],
+    "top_logprobs": [0, 3],
+    "stop": ["%", "ab", write([9, 5])],
 }
-options = st.one_of(st.fixed_dictionaries(needed), st.fixed_dictionaries(needed, optional=choices))
 BLURS = {"exact": 0.0, "near": 0.1, "far": 3.0}
+SHARES = [None, None, 3.0, 1.2]  # of the least memory that will do
+PLACES = ["waiting", "prefilling", "running", "ended"]
+COUNTS = [1, 2, 3, 4, 6, 10, 25]
+
+Wish = tuple[list[int], dict[str, Any]]
 
 
-class Schedule(RuleBasedStateMachine):
-    """Requests come, go and are cancelled while the scheduler steps."""
+class Schedule:
+    """Requests come, go and are cancelled while the scheduler steps.
 
-    kind: str
-    plan: BucketPlan
-    seen: Counter[str]
+    Args:
+        kind: of cache.
+        plan: buckets.
+        share: memory to spare; None has plenty.
+        seen: counts what happens.
+    """
 
-    @initialize(share=st.sampled_from([None, None, 3.0, 1.2]))
-    def begin(self, share: float | None) -> None:
-        """An engine, with or without much memory to spare."""
-        chosen = subject(self.kind)
-        budget = None if share is None else int(share * self.least(chosen))
-        self.engine = DirectEngine(chosen, self.plan, memory_budget=budget)
+    def __init__(
+        self, kind: str, plan: BucketPlan, share: float | None, seen: Counter[str]
+    ) -> None:
+        chosen = subject(kind)
+        least = least_budget(kind, plan, guesses=plan.tokens != (1,))  # for the longest text alone
+        budget = None if share is None else int(share * least)
+        self.kind, self.plan, self.seen = kind, plan, seen
+        self.engine = DirectEngine(chosen, plan, memory_budget=budget)
         self.is_tight = budget is not None
         self.asked: list[tuple[Handle, list[int], dict[str, Any]]] = []
-
-    def least(self, chosen: Any) -> int:
-        """Memory in which the longest text fits alone."""
-        return DirectEngine(chosen, self.plan)._admission._needs(1, 47)
-
-    @rule(wishes=st.lists(st.tuples(prompts, options), min_size=1, max_size=4))
-    def submit(self, wishes: list[tuple[list[int], dict[str, Any]]]) -> None:
-        for prompt, wish in wishes:
-            self.ask(prompt, wish)
 
     def ask(self, prompt: list[int], wish: dict[str, Any]) -> None:
         given = dict(wish)
@@ -103,32 +98,27 @@ class Schedule(RuleBasedStateMachine):
             handle = self.engine.submit(prompt, **given)
         except CapacityError:  # a draft model takes memory, too
             assert self.is_tight
-            assert any(isinstance(d, Subject) for d in self.engine._drafters)
+            assert isinstance(given["speculate"], Subject)
             return
         self.asked.append((handle, prompt, given))
 
-    @rule(count=st.sampled_from([1, 2, 3, 4, 6, 10, 25]))
     def step(self, count: int) -> None:
         for _ in range(count):
             self.engine.round()
             self.engine.check()
 
-    @rule(which=st.integers(0, 50))
-    def cancel(self, which: int) -> None:
-        if self.asked:
-            handle = self.asked[which % len(self.asked)][0]
-            self.seen[f"cancelled while {self.engine.where(handle)}"] += 1
+    def cancel(self, place: str, which: int) -> None:
+        """Cancel a request that is there, if there is one."""
+        there = [h for h, _, _ in self.asked if self.engine.where(h) == place]
+        if there:
+            self.seen[f"cancelled while {place}"] += 1
+            handle = there[which % len(there)]
             handle.cancel()
             assert handle.done()
-
-    @invariant()
-    def in_order(self) -> None:
-        if hasattr(self, "engine"):
+            assert self.engine.where(handle) == "ended"
             self.engine.check()
 
-    def teardown(self) -> None:
-        if not hasattr(self, "engine"):
-            return
+    def end(self) -> None:
         self.engine.run()
         self.engine.check_idle()
         self.count()
@@ -144,7 +134,7 @@ class Schedule(RuleBasedStateMachine):
             assert completion.reused_tokens == 0 or completion.reused_tokens >= 8
 
     def count(self) -> None:
-        """What happened, so that the test can tell that all of it did."""
+        """What happened, so that a test can tell that all of it did."""
         stats, seen = self.engine.stats, self.seen
         completions = [handle.completion for handle, _, _ in self.asked]
         assert stats.generated_tokens == sum(len(c.tokens) for c in completions)
@@ -174,12 +164,58 @@ def _registered() -> Iterator[None]:
         yield
 
 
-def run(kind: str, examples: int, plan: BucketPlan = PLAN) -> Counter[str]:
-    machine = type(f"Schedule_{kind}", (Schedule,), {"kind": kind, "plan": plan, "seen": Counter()})
+# --- every run: hypothesis looks for a small schedule ---------------------------------------------
+
+beginnings = st.builds(
+    lambda base, cut, rest: [*BASES[base][:cut], *rest],
+    st.sampled_from([0, 0, 1]),
+    st.sampled_from(CUTS),
+    st.lists(st.integers(0, 3), max_size=5),
+)
+prompts = st.one_of(beginnings, beginnings, beginnings, st.just(REPEATING))
+needed = {name: st.sampled_from(values) for name, values in NEEDED.items()}
+choices = {name: st.sampled_from(values) for name, values in CHOICES.items()}
+options = st.one_of(st.fixed_dictionaries(needed), st.fixed_dictionaries(needed, optional=choices))
+
+
+class Machine(RuleBasedStateMachine):
+    """A schedule by hypothesis."""
+
+    kind: str
+
+    @initialize(share=st.sampled_from(SHARES))
+    def begin(self, share: float | None) -> None:
+        self.schedule = Schedule(self.kind, PLAN, share, Counter())
+
+    @rule(wishes=st.lists(st.tuples(prompts, options), min_size=1, max_size=4))
+    def submit(self, wishes: list[Wish]) -> None:
+        for prompt, wish in wishes:
+            self.schedule.ask(prompt, wish)
+
+    @rule(count=st.sampled_from(COUNTS))
+    def step(self, count: int) -> None:
+        self.schedule.step(count)
+
+    @rule(place=st.sampled_from(PLACES), which=st.integers(0, 5))
+    def cancel(self, place: str, which: int) -> None:
+        self.schedule.cancel(place, which)
+
+    @invariant()
+    def in_order(self) -> None:
+        if hasattr(self, "schedule"):
+            self.schedule.engine.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "schedule"):
+            self.schedule.end()
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_text_is_what_it_would_be_alone(kind):
     run_state_machine_as_test(
-        machine,
+        type(f"Machine_{kind}", (Machine,), {"kind": kind}),
         settings=settings(
-            max_examples=examples,
+            max_examples=6,
             stateful_step_count=24,
             deadline=None,
             derandomize=True,
@@ -188,21 +224,49 @@ def run(kind: str, examples: int, plan: BucketPlan = PLAN) -> Counter[str]:
             suppress_health_check=list(HealthCheck),
         ),
     )
-    return machine.seen
 
 
-@pytest.mark.parametrize("kind", CACHES)
-def test_a_text_is_what_it_would_be_alone(kind):
-    run(kind, 6)
+# --- long: random walks, in which everything happens ----------------------------------------------
+
+
+def choose_wish(chosen: random.Random) -> Wish:
+    """As the strategies above, without their liking for the first of everything."""
+    prompt = BASES[chosen.choice([0, 0, 1])][: chosen.choice(CUTS)]
+    prompt = [*prompt, *(chosen.randrange(4) for _ in range(chosen.randrange(6)))]
+    wish = {name: chosen.choice(values) for name, values in NEEDED.items()}
+    if chosen.random() < 0.5:
+        names = chosen.sample(list(CHOICES), chosen.randrange(1, 7))
+        wish |= {name: chosen.choice(CHOICES[name]) for name in names}
+    return (REPEATING if chosen.random() < 0.2 else prompt), wish
+
+
+def walk(kind: str, walks: int, plan: BucketPlan = PLAN) -> Counter[str]:
+    """Count what happens on so many walks of fifty moves each."""
+    seen: Counter[str] = Counter()
+    for seed in range(walks):
+        chosen = random.Random(seed)
+        schedule = Schedule(kind, plan, SHARES[seed % len(SHARES)], seen)
+        for _ in range(50):
+            move = chosen.choices(["submit", "step", "cancel"], [3, 6, 2])[0]
+            if move == "submit":
+                for _ in range(chosen.choice([1, 1, 2, 4])):
+                    schedule.ask(*choose_wish(chosen))
+            elif move == "step":
+                schedule.step(chosen.choice(COUNTS))
+            else:
+                schedule.cancel(chosen.choice(PLACES), chosen.randrange(6))
+        schedule.end()
+    return seen
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", CACHES)
 def test_many_schedules(kind):
-    seen = run(kind, 60)
+    seen = walk(kind, 16)
     happened = {
         "reused", "accepted", "rejected", "waited", "stop", "length", "batch grew", "batch shrank",
         "cancelled while waiting", "cancelled while prefilling", "cancelled while running",
+        "cancelled while ended",
     }  # fmt: skip
     if kind != "toy_recurrent":  # it has no slots
         happened |= {"capacity grew", "capacity shrank"}
@@ -220,4 +284,4 @@ PLANS = [
 @pytest.mark.parametrize("kind", ["full", "ring", "toy_hybrid"])
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_schedules_in_odd_buckets(kind, plan):
-    run(kind, 20, plan)
+    walk(kind, 6, plan)
