@@ -10,6 +10,7 @@ from typing import Any
 
 from funcrt import Engine
 from funcrt.engine import Chunk, Handle
+from tests.engine.gates import Gate, wait_for_mail
 from tests.engine.harness import PLAN
 from tests.helpers import generate_plain, make_model, random_tokens
 
@@ -159,16 +160,22 @@ def test_what_goes_wrong_is_raised_there_too(engine):
 
 
 def test_closing_ends_those_who_wait():
+    """The engine stands still behind a first chunk until it has been told to close."""
+
     async def work() -> Any:
         engine = Engine(MODEL, PLAN)
-        begun = threading.Event()
-        handle = engine.submit(PROMPTS[0], max_tokens=40, on_chunk=lambda chunk: begun.set())
-        waiting = engine.submit(PROMPTS[1], max_tokens=40)
-        both = asyncio.gather(handle, waiting)
-        await asyncio.to_thread(begun.wait, 60)
-        await asyncio.to_thread(engine.close)
+        with Gate() as gate:
+            handle = engine.submit(PROMPTS[0], max_tokens=40, on_chunk=gate)
+            assert await asyncio.to_thread(gate.reached.wait, 60)
+            waiting = engine.submit(PROMPTS[1], max_tokens=40)
+            both = asyncio.gather(handle, waiting)
+            closing = asyncio.ensure_future(asyncio.to_thread(engine.close))
+            await asyncio.to_thread(wait_for_mail, engine, 2)  # the prompt, and the end
+        await closing
         return await asyncio.wait_for(both, 60)
 
-    completions = asyncio.run(work())
-    assert completions[1].finish_reason in ("cancelled", "length")
-    assert completions[0].finish_reason in ("cancelled", "length")
+    running, waiting = asyncio.run(work())
+    assert (running.finish_reason, waiting.finish_reason) == ("cancelled", "cancelled")
+    assert 1 <= len(running.tokens) < 40
+    assert running.tokens == alone(0, 40)[: len(running.tokens)]
+    assert waiting.tokens == []

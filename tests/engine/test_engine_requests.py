@@ -114,28 +114,14 @@ BAD: list[tuple[Any, dict[str, Any], type[FuncrtError], str]] = [
     ("text", {}, TextError, "needs a tokenizer"),
     (["text"], {}, TextError, "needs a tokenizer"),
     ([1], {"stop": "x"}, TextError, "stop strings need a tokenizer"),
-    ([1], {"max_tokens": 0}, InputError, "max_tokens: expected an integer >= 1, got 0"),
-    ([1], {"max_tokens": -3}, InputError, "max_tokens"),
-    ([1], {"max_tokens": True}, InputError, "max_tokens"),
-    ([1], {"max_tokens": 2.0}, InputError, "max_tokens"),
-    ([1], {"max_tokens": None}, InputError, "max_tokens"),
-    ([1], {"max_tokens": "5"}, InputError, "max_tokens"),
     ([1], {"max_tokens": [1, 2]}, InputError, "max_tokens: expected one value or 1, got 2"),
     ([[1], [2]], {"max_tokens": [1]}, InputError, "expected one value or 2, got 1"),
     ([[1], [2]], {"temperature": [1.0]}, InputError, "temperature: expected one value or 2"),
     ([[1], [2]], {"seed": [1, 2, 3]}, InputError, "seed: expected one value or 2"),
-    ([1], {"temperature": -1.0}, InputError, "temperature"),
-    ([1], {"temperature": float("nan")}, InputError, "temperature"),
-    ([1], {"top_p": 0.0}, InputError, "top_p"),
-    ([1], {"top_k": 1.5}, InputError, "top_k"),
-    ([1], {"min_p": 2}, InputError, "min_p"),
-    ([1], {"seed": -1}, InputError, "seed"),
-    ([1], {"stop": 3}, InputError, "stop: expected a string or several, got 3"),
     ([b"abc"], {}, InputError, "got bytes"),
     (None, {}, InputError, "expected strings or lists of ids, got NoneType"),
     (5, {}, InputError, "expected strings or lists of ids, got int"),
     (mx.array([1]), {}, InputError, "expected strings or lists of ids, got array"),
-    ([1], {"temp": 0.5}, InputError, "unknown option 'temp'; known: stop, max_tokens, temperature"),
     ([0] * 48, {}, CapacityError, r"^prompt has 48 tokens, largest capacity is 47: export a "
      r"larger one \(--capacity 64\)$"),
     ([[1], [0] * 5012], {}, CapacityError, r"prompt has 5012 tokens.*--capacity 8192"),
@@ -152,6 +138,79 @@ def test_requests_that_cannot_be_served(engine, prompts, options, error, match):
     for call in calls:  # a stream says so at once, not at its first token
         with pytest.raises(error, match=match):
             call(prompts, **options)
+
+
+BAD_OPTIONS: list[tuple[dict[str, Any], Any, str]] = [
+    ({"max_tokens": 0}, InputError, "max_tokens: expected an integer >= 1, got 0"),
+    ({"max_tokens": True}, InputError, "max_tokens"),
+    ({"max_tokens": "5"}, InputError, "max_tokens"),
+    ({"max_tokens": -1}, InputError, "max_tokens"),
+    ({"max_tokens": None}, InputError, "max_tokens"),
+    ({"max_tokens": 1.5}, InputError, "max_tokens"),
+    ({"temperature": -1.0}, InputError, "temperature"),
+    ({"temperature": float("nan")}, InputError, "temperature"),
+    ({"temperature": "hot"}, InputError, "temperature"),
+    ({"temperature": float("inf")}, InputError, "temperature"),
+    ({"top_k": 1.5}, InputError, "top_k"),
+    ({"top_k": -1}, InputError, "top_k"),
+    ({"top_p": 0}, InputError, "top_p"),
+    ({"top_p": 1.1}, InputError, "top_p"),
+    ({"min_p": 2}, InputError, "min_p"),
+    ({"min_p": -0.1}, InputError, "min_p"),
+    ({"seed": -1}, InputError, "seed"),
+    ({"seed": 2**32}, InputError, "seed"),
+    ({"seed": 1.5}, InputError, "seed"),
+    ({"repetition_penalty": 0}, InputError, "repetition_penalty"),
+    ({"repetition_penalty": -1.0}, InputError, "repetition_penalty"),
+    ({"presence_penalty": float("nan")}, InputError, "presence_penalty"),
+    ({"frequency_penalty": "x"}, InputError, "frequency_penalty"),
+    ({"logit_bias": {96: 1.0}}, InputError, "logit_bias"),
+    ({"logit_bias": {-1: 1.0}}, InputError, "logit_bias"),
+    ({"logit_bias": {1: float("nan")}}, InputError, "logit_bias"),
+    ({"logit_bias": {"1": 1.0}}, InputError, "logit_bias"),
+    ({"logit_bias": 3}, InputError, "logit_bias"),
+    ({"allowed_tokens": []}, InputError, "allowed_tokens"),
+    ({"allowed_tokens": [96]}, InputError, "allowed_tokens"),
+    ({"allowed_tokens": "ab"}, InputError, "allowed_tokens"),
+    ({"allowed_tokens": [1], "logit_bias": {1: -float("inf")}}, InputError, "leave one"),
+    ({"top_logprobs": 21}, InputError, "top_logprobs"),
+    ({"top_logprobs": -1}, InputError, "top_logprobs"),
+    ({"top_logprobs": True}, InputError, "top_logprobs"),
+    ({"speculate": "grams"}, InputError, "speculate"),
+    ({"speculate": 3}, InputError, "speculate"),
+    ({"speculate": True}, InputError, "speculate"),
+    ({"stop": 3}, InputError, "stop: expected a string or several, got 3"),
+    ({"stop": [3]}, (InputError, TextError), "stop"),
+    ({"stop": ""}, (InputError, TextError), "stop"),
+    ({"stop": [""]}, (InputError, TextError), "stop"),
+    ({"stop": b"x"}, (InputError, TextError), "stop"),
+    ({"temp": 0.5}, InputError, "unknown option 'temp'; known: stop, max_tokens, temperature"),
+    ({"temperature": True}, InputError, "temperature must be"),
+    ({"top_p": True}, InputError, "top_p must be"),
+    ({"top_k": True}, InputError, "top_k must be"),
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"), BAD_OPTIONS, ids=[str(b[0])[:40] for b in BAD_OPTIONS]
+)
+def test_bad_options_are_refused_before_anything_runs(options, error, match):
+    engine = text_engine(EOS)
+    before = engine.stats
+    with pytest.raises(error, match=match):
+        engine.submit(PROMPTS[0], **options)
+    for call in (engine.generate, engine.stream):
+        with pytest.raises(error, match=match):
+            call([PROMPTS[0], PROMPTS[1]], **options)
+    assert engine.stats == before
+
+
+@pytest.mark.parametrize(
+    "prompt", [[], "", [EOS + 1], [-1], [1.0], [[1]], None, {}, b"ab", {1: 2}, 5, 5.0, True]
+)
+def test_bad_prompts_are_refused(prompt):
+    with pytest.raises(FuncrtError):
+        text_engine(EOS).submit(prompt)
 
 
 def test_an_engine_works_after_a_refusal(engine):
