@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from funcrt import Bucket, BucketPlan, sampling
-from funcrt.cache import FULL, CacheState
+from funcrt.cache import FULL, CacheState, init_cache
 from funcrt.compiled import Compiled
 from funcrt.errors import CapacityError, InputError
 from funcrt.guesses import follow, judge, judge_greedy
@@ -15,7 +15,7 @@ from funcrt.model import Model
 from funcrt.sampling import History, Sampled
 from tests import toy_families
 from tests.cache_kinds import CACHES, TOKENS, model_of
-from tests.helpers import TINY, make_model, random_tokens
+from tests.helpers import TINY, TOLERANCE, make_model, random_tokens, relative_error
 from tests.toy_families import make_toy, registered
 
 import mlx.core as mx
@@ -301,7 +301,7 @@ def test_text_with_guesses_is_the_text_without(kind: str, options: dict[str, Any
     for row in range(4):
         assert guessed.texts[row] == plain.texts[row]
         for ours, theirs in zip(guessed.logits[row], plain.logits[row], strict=True):
-            assert mx.allclose(ours, theirs, rtol=0, atol=1e-3).item()
+            assert relative_error(ours, theirs) <= TOLERANCE
     assert guessed.state["lengths"].tolist() == plain.state["lengths"].tolist()
     if options is not None:
         assert mx.array_equal(guessed.settings["history"], plain.settings["history"]).item()
@@ -313,7 +313,10 @@ def test_text_with_guesses_is_the_text_without(kind: str, options: dict[str, Any
     assert guessed.texts == plain.texts
 
 
-@pytest.mark.parametrize("kind", ["full", "ring", "toy_hybrid", "bfloat16"])
+COMPILED = ["full", "ring", "kv8", "kv4", "bfloat16", "float16", *toy_families.LAYERS]
+
+
+@pytest.mark.parametrize("kind", COMPILED)
 def test_compiled_calls_equal_eager_ones_and_trace_once(kind: str) -> None:
     eager, compiled = compile_kind(kind, True), compile_kind(kind, False)
     for options in (None, SAMPLED):
@@ -326,24 +329,40 @@ def test_compiled_calls_equal_eager_ones_and_trace_once(kind: str) -> None:
                 run.decode([turn > 0, True, True, False])
         assert runs[0].texts == runs[1].texts
         for ours, theirs in zip(*(run.state.values() for run in runs), strict=True):
-            close = 0.05 if kind == "bfloat16" else 1e-4
-            assert mx.allclose(ours, theirs, rtol=0, atol=close).item()
+            assert_close(ours, theirs)
     assert set(compiled.traces.values()) == {1}
-    assert {f"verify_b4_t{TOKENS}_s48", f"verify_greedy_b4_t{TOKENS}_s48"} <= set(compiled.traces)
+    slots = 1 if kind == "toy_recurrent" else 48
+    names = {f"{name}_b4_t{TOKENS}_s{slots}" for name in ("verify", "verify_greedy")}
+    assert names <= set(compiled.traces)
+
+
+def assert_close(ours: mx.array, theirs: mx.array) -> None:
+    """In 16 bits the last of them may be rounded differently where operations are fused."""
+    if not mx.issubdtype(theirs.dtype, mx.floating):
+        assert mx.array_equal(ours, theirs).item()
+    else:
+        share = TOLERANCE if theirs.dtype == mx.float32 else mx.finfo(theirs.dtype).eps
+        assert mx.max(mx.abs(ours - theirs)).item() <= share * mx.max(mx.abs(theirs)).item()
 
 
 @pytest.mark.parametrize("name", ["decode", "verify", "verify_greedy"])
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16", "kv8", "toy_hybrid"])
+@pytest.mark.parametrize(
+    "kind", ["float32", "bfloat16", "float16", "kv8", "ring", *toy_families.LAYERS]
+)
 def test_imported_functions_equal_eager_ones(tmp_path: Path, kind: str, name: str) -> None:
     model: Model
-    if kind == "toy_hybrid":
+    if kind in toy_families.LAYERS:
         model, layout = make_toy(kind), FULL
+    elif kind == "ring":
+        model, layout = model_of(kind), FULL._replace(max_tokens=3)
     elif kind == "kv8":
         model, layout = model_of(kind), FULL._replace(kv_bits=8)
     else:
         model, layout = make_model(kind), FULL
-    function = model.flat_step(name, Bucket(2, 1 if name == "decode" else 3, 8), layout)
-    state = model.init_cache(2, 8, layout.kv_bits)
+    function = model.flat_step(name, Bucket(2, 1 if name == "decode" else 3, 16), layout)
+    spec = model.cache_spec(layout)
+    assert kind != "ring" or {entry.kind for entry in spec} >= {"ring"}
+    state = init_cache(spec, 2, 16)
     V = model.vocab_size
     chosen = sampling.make_settings(
         2, V, temperature=[1.0, 0.0], repetition_penalty=1.2, history=History([1], [2, 2])
