@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.common import RESULTS, Worker, describe_run, make_folders, note, write_json
 from benchmarks.prompts import TEXT, cut
 
-PLAN = {"batch": [1], "tokens": [1, 64], "capacity": [128]}
+PLAN = {"batch": [1], "tokens": [8, 32], "capacity": [128]}
 PROMPT_TOKENS, NEW_TOKENS = 39, 32
 PACKED_NEW_TOKENS = 4  # mlx-lm's 4-bit form takes minutes on a CPU
 SUBJECTS = {

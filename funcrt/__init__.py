@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from funcrt.config import ModelConfig
     from funcrt.engine import Chunk, Completion, Engine, Handle
     from funcrt.errors import FuncrtError
+    from funcrt.expectation import expect
     from funcrt.flat import flatten
     from funcrt.model import Model, load_model
 
@@ -40,6 +41,7 @@ _HOMES = {
     "FuncrtError": "errors",
     "Model": "model",
     "ModelConfig": "config",
+    "expect": "expectation",
     "export": "bundle",
     "flatten": "flat",
     "load_bundle": "bundle",
@@ -60,6 +62,7 @@ __all__ = [
     "Model",
     "ModelConfig",
     "cache",
+    "expect",
     "export",
     "flatten",
     "load_bundle",

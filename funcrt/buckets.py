@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from funcrt.errors import CapacityError, InputError
 
 if TYPE_CHECKING:
+    from funcrt.calling import CallForm
     from funcrt.footprint import Footprint
 
 _MOST_PLANNED = 1 << 16  # tokens that the choice of chunks looks ahead
@@ -65,7 +66,7 @@ class BucketPlan:
         lengths: Iterable[Sequence[int]],
         memory_budget: int | None = None,
         *,
-        footprint: Footprint | None = None,
+        footprint: Footprint | CallForm | None = None,
         overhead: int | None = None,
         max_batches: int = 5,
         max_chunks: int = 4,
@@ -82,8 +83,8 @@ class BucketPlan:
         Args:
             lengths: pairs (prompt tokens, new tokens), each at least 1.
             memory_budget: bytes for weights, cache states and calls; None is no limit.
-            footprint: of the model, see `Footprint.of`; None is an 8B llama in bfloat16 with 16 GB
-                of weights and 128 KiB of cache per token.
+            footprint: a model or a bundle, or its `Footprint`; None counts the caches of a 1B llama
+                in bfloat16, 32 KiB per token, and no weights.
             overhead: what a call costs beside its tokens; None is that of the default device.
             max_batches: how many batch sizes there may be.
             max_chunks: how many sizes of tokens per call.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from funcrt import cache, masks
 from funcrt.buckets import BucketPlan
-from funcrt.cache import CacheState
+from funcrt.cache import CacheSpec, CacheState
 from funcrt.compiled import Compiled
 from funcrt.errors import InputError
 from funcrt.tracing import read_all
@@ -46,6 +46,11 @@ class CallForm(ABC):
     @abstractmethod
     def config_values(self) -> Mapping[str, Any]:
         """The model's config as plain values: sizes, dtype."""
+
+    @property
+    @abstractmethod
+    def whole_cache_spec(self) -> CacheSpec:
+        """The arrays of a cache state: a bundle's, or a model's that keep every slot."""
 
     @property
     @abstractmethod

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from funcrt.buckets import BucketPlan, choose_overhead
-from funcrt.footprint import Footprint, llama_8b
+from funcrt.calling import CallForm
+from funcrt.footprint import Footprint, footprint_of
 from funcrt.planning import check_lengths
 from funcrt.steps import STEPS
 
@@ -70,7 +71,7 @@ class Expectation:
 def expect(
     plan: BucketPlan,
     lengths: Iterable[Sequence[int]],
-    footprint: Footprint | None = None,
+    footprint: Footprint | CallForm | None = None,
     overhead: int | None = None,
 ) -> Expectation:
     """What `plan` would waste and take, before anything is compiled.
@@ -78,7 +79,7 @@ def expect(
     Args:
         plan: any plan, not only one made for these requests.
         lengths: pairs (prompt tokens, new tokens).
-        footprint: of the model; None is an 8B llama in bfloat16.
+        footprint: of the model, or a model or bundle; None as in `BucketPlan.from_trace`.
         overhead: see `BucketPlan.choose_chunk`; None is that of the default device.
 
     Raises:
@@ -86,7 +87,7 @@ def expect(
         CapacityError: a request fits no declared capacity.
     """
     requests = check_lengths(lengths)
-    footprint = footprint or llama_8b()
+    footprint = footprint_of(footprint)
     overhead = choose_overhead() if overhead is None else overhead
     calls: Counter[int] = Counter()
     for prompt, count in Counter(request.prompt for request in requests).items():

@@ -62,14 +62,16 @@ class Footprint:
     value_bytes: int
 
     @classmethod
-    def of(cls, model: CallForm, cache_spec: CacheSpec) -> Footprint:
+    def of(cls, model: CallForm, cache_spec: CacheSpec | None = None) -> Footprint:
         """The footprint of a model or a bundle whose states are laid out like `cache_spec`.
 
-        Nothing is evaluated: the weights of a bundle that is only opened stay on disk.
+        None takes a bundle's own layout, and of a model the one that keeps every slot. Nothing is
+        evaluated: the weights of a bundle that is only opened stay on disk.
 
         Raises ConfigError for a model whose config lacks one of the sizes.
         """
         config = model.config_values
+        cache_spec = model.whole_cache_spec if cache_spec is None else cache_spec
         params, stored = model.weight_bytes
         sizes = {name: _size(config, name) for name in _SIZES}
         dtype = DTYPES[str(config.get("dtype", "float32"))]
@@ -142,15 +144,23 @@ def _size(config: Mapping[str, Any], name: str) -> int:
     return value
 
 
-def llama_8b() -> Footprint:
-    """What stands for a model that is not known: an 8B llama in bfloat16, 128 KiB per token.
+def stand_in() -> Footprint:
+    """What stands for a model that is not known: the cache and the calls of a 1B llama in bfloat16.
 
-    Sizes as released with Llama 3 (arXiv:2407.21783, table 3): 16.1 GB of weights.
+    32 KiB of cache per token, shapes as released with Llama 3.2; weights are left out, since they
+    are what differs most. So a budget is then for states and calls alone.
     """
     spec = tuple(
-        entry for i in range(32) for entry in attention_entries(i, 8, 128, "bfloat16", FULL)
+        entry for i in range(16) for entry in attention_entries(i, 8, 64, "bfloat16", FULL)
     )
     return Footprint(
-        params=16_060_522_496, stored=0, cache_spec=spec, num_heads=32, num_kv_heads=8,
-        head_dim=128, hidden_size=4096, intermediate_size=14336, vocab_size=128256, value_bytes=2,
+        params=0, stored=0, cache_spec=spec, num_heads=32, num_kv_heads=8, head_dim=64,
+        hidden_size=2048, intermediate_size=8192, vocab_size=128256, value_bytes=2,
     )  # fmt: skip
+
+
+def footprint_of(source: Footprint | CallForm | None) -> Footprint:
+    """A footprint, that of a model or a bundle with whole caches, or the stand-in for None."""
+    if source is None:
+        return stand_in()
+    return source if isinstance(source, Footprint) else Footprint.of(source)

@@ -173,6 +173,11 @@ class Model(CallForm):
         return self.config.to_dict()
 
     @property
+    def whole_cache_spec(self) -> CacheSpec:
+        """The arrays of a cache state that keeps every slot."""
+        return self.cache_spec(FULL)
+
+    @property
     def weight_bytes(self) -> tuple[int, int]:
         """Bytes of the prepared weights, and of stored ones that live beside them."""
         ready = self.prepare(self.params)  # lazy: only shapes and dtypes are looked at

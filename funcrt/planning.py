@@ -10,13 +10,15 @@ from numbers import Integral
 from typing import Any, NamedTuple
 
 from funcrt.buckets import BucketPlan, choose_overhead
+from funcrt.calling import CallForm
 from funcrt.errors import CapacityError, InputError
-from funcrt.footprint import Footprint, llama_8b
+from funcrt.footprint import Footprint, footprint_of
 
 _FINE = 64  # capacities are multiples of it; those below are as large as needed
 _GROUPS = 512  # no more multiples than this are looked at
 _SMALL = 8  # one size of at most this many tokens, for the ends of prompts and for guesses
 _LARGEST_NUMBER = 2**31 - 1
+_UNKNOWN = "no model is named, so the caches of a 1B llama in bfloat16 are counted, without weights"
 
 
 class Request(NamedTuple):
@@ -52,13 +54,13 @@ class Limits(NamedTuple):
 def make_plan(
     lengths: Iterable[Sequence[int]],
     memory_budget: int | None,
-    footprint: Footprint | None,
+    source: Footprint | CallForm | None,
     overhead: int | None,
     limits: Limits,
 ) -> BucketPlan:
     """See `BucketPlan.from_trace`."""
     requests = check_lengths(lengths)
-    footprint = footprint or llama_8b()
+    footprint = footprint_of(source)
     overhead = choose_overhead() if overhead is None else overhead
     for name, number, least in [
         *((f"max {name}", value, 1) for name, value in limits._asdict().items()),
@@ -75,7 +77,8 @@ def make_plan(
 
     smallest = min(2, limits.chunk)
     if not fits(1, smallest):
-        raise CapacityError(_too_large(footprint, smallest, capacity[-1], memory_budget))
+        told = _too_large(footprint, smallest, capacity[-1], memory_budget)
+        raise CapacityError(told if source is not None else f"{told} ({_UNKNOWN})")
     chunks = [n for n in _powers(smallest, limits.chunk) if fits(1, n)]
     prompts = Counter(request.prompt for request in requests)
     tokens = choose_chunks(prompts, chunks, limits.chunks, overhead)
@@ -122,7 +125,7 @@ def _too_large(footprint: Footprint, tokens: int, capacity: int, budget: int | N
     return (
         f"one request of {capacity - 1} tokens needs {needed} bytes ({footprint.weights} of "
         f"weights, {states} of cache states before and after a move), the memory budget is "
-        f"{budget}: raise it, pack the cache or leave the longest requests out"
+        f"{budget}: raise it, or leave the longest requests out"
     )
 
 

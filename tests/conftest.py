@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import funcrt  # before mlx: it picks the host BLAS
@@ -9,6 +10,11 @@ from funcrt.model import Model
 
 import pytest
 from hypothesis import settings
+
+# A shell starts background jobs with Ctrl-C ignored, and what tests start would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 settings.register_profile("repository", deadline=None, derandomize=True, print_blob=False)
 settings.load_profile("repository")

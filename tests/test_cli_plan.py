@@ -89,7 +89,7 @@ def test_it_prints_options_for_export(trace: Path) -> None:
     first, *rest = done.stdout.splitlines()
     assert first == "--batch {} --tokens {} --capacity {}".format(*sizes)
     table = "\n".join(rest)
-    for words in ("tokens of prompts", "cache slots", "rows of decoding", "8B llama", "16.06 GB"):
+    for words in ("tokens of prompts", "cache slots", "rows of decoding", "1B llama", "--model"):
         assert words in table
     assert done.stderr == "lines that report an error, passed over: 1\n"
 
@@ -124,7 +124,7 @@ def test_failures_are_one_line_and_usage_is_told_apart(trace: Path, tmp_path: Pa
     for arguments, says in [
         (("plan", bad), "error: line 2: expected two numbers"),
         (("plan", tmp_path / "absent"), "error: "),
-        (("plan", trace, "--memory", "2GB"), "error: one request of 831 tokens needs "),
+        (("plan", trace, "--memory", "2MB"), "error: one request of 831 tokens needs "),
     ]:
         done = run(*arguments)
         assert done.returncode == 1

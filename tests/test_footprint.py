@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
 from functools import cache
 
 from funcrt import BucketPlan
 from funcrt.cache import CacheLayout, init_cache
 from funcrt.errors import ConfigError
-from funcrt.footprint import Footprint, llama_8b
+from funcrt.footprint import Footprint, footprint_of, stand_in
 from funcrt.machine import is_on_gpu
 from funcrt.model import Model
-from funcrt.models.llama import param_spec
 from funcrt.settings import make_settings
 from tests.helpers import TINY, make_model, make_params
 
@@ -26,7 +23,7 @@ FEW = SHAPES[2:4] + SHAPES[-1:]  # each compiled shape may cost seconds of g++
 cpu_only = pytest.mark.skipif(is_on_gpu(), reason="fitted to the CPU backend")
 
 
-def footprint_of(model: Model, batch: int, tokens: int, capacity: int) -> Footprint:
+def laid_out(model: Model, batch: int, tokens: int, capacity: int) -> Footprint:
     plan = BucketPlan(batch=batch, tokens=tokens, capacity=capacity)
     return Footprint.of(model, model.compiled(plan).cache_spec)
 
@@ -70,7 +67,7 @@ def test_a_call_takes_what_was_foretold(shape: tuple[int, int, int], eager: bool
     model = model_of("float32")
     steps = ["decode", "decode_greedy"] if shape[1] == 1 else ["prefill", "forward"]
     for step in steps:
-        foretold = footprint_of(model, *shape).call(*shape, step)
+        foretold = laid_out(model, *shape).call(*shape, step)
         measured = measure(model, step, shape, eager)
         assert 0.9 * measured <= foretold <= 2.1 * measured, step
 
@@ -89,7 +86,7 @@ def test_a_call_takes_what_was_foretold(shape: tuple[int, int, int], eager: bool
 def test_what_stands_between_layers_is_foretold(wide: dict[str, int]) -> None:
     """A cache so short that scores do not outweigh the rest."""
     model, shape = model_of("float32", **wide), (1, 64, 66)
-    foretold = footprint_of(model, *shape).call(*shape)
+    foretold = laid_out(model, *shape).call(*shape)
     assert 0.9 * (measured := measure(model, "prefill", shape, False)) <= foretold
     assert foretold <= 2.1 * measured
 
@@ -100,7 +97,7 @@ def test_drawing_tokens_takes_what_was_foretold(eager: bool) -> None:
     """A vocabulary so wide that logits outweigh everything else."""
     model = model_of("float32", vocab_size=20000)
     shape = (4, 1, 128)
-    foretold = footprint_of(model, *shape).call(*shape)
+    foretold = laid_out(model, *shape).call(*shape)
     assert 0.9 * (measured := measure(model, "decode", shape, eager)) <= foretold <= 2 * measured
     assert foretold > 15 * 4 * 20000 * 4
 
@@ -108,7 +105,7 @@ def test_drawing_tokens_takes_what_was_foretold(eager: bool) -> None:
 @cpu_only
 def test_verifying_takes_what_was_foretold() -> None:
     model, shape = model_of("float32", vocab_size=20000), (2, 4, 128)
-    foretold = footprint_of(model, *shape).call(*shape, "verify")
+    foretold = laid_out(model, *shape).call(*shape, "verify")
     assert 0.9 * (measured := measure(model, "verify", shape, False)) <= foretold <= 2 * measured
 
 
@@ -116,7 +113,7 @@ def test_verifying_takes_what_was_foretold() -> None:
 @pytest.mark.parametrize("kind", ["float16", "affine"])
 def test_other_weights_take_what_was_foretold(kind: str) -> None:
     model, shape = model_of(kind), (1, 64, 1024)
-    foretold = footprint_of(model, *shape).call(*shape)
+    foretold = laid_out(model, *shape).call(*shape)
     assert 0.9 * (measured := measure(model, "prefill", shape, True)) <= foretold <= 2.1 * measured
 
 
@@ -124,8 +121,8 @@ def test_other_weights_take_what_was_foretold(kind: str) -> None:
 def test_a_ring_is_looked_at_instead_of_the_capacity() -> None:
     model = model_of("float32", model_type="mistral", sliding_window=128)
     shape = (1, 64, 2048)
-    foretold = footprint_of(model, *shape).call(*shape)
-    assert foretold < footprint_of(model_of("float32"), *shape).call(*shape) / 2
+    foretold = laid_out(model, *shape).call(*shape)
+    assert foretold < laid_out(model_of("float32"), *shape).call(*shape) / 2
     assert 0.9 * (measured := measure(model, "prefill", shape, True)) <= foretold <= 2.1 * measured
 
 
@@ -153,7 +150,7 @@ def test_states_are_counted_exactly() -> None:
 
 
 def test_a_call_grows_with_each_of_its_sizes() -> None:
-    footprint = llama_8b()
+    footprint = stand_in()
     base = footprint.call(2, 16, 512)
     assert base < footprint.call(4, 16, 512)
     assert base < footprint.call(2, 64, 512)
@@ -166,14 +163,17 @@ def test_a_call_grows_with_each_of_its_sizes() -> None:
     assert footprint.total(2, 16, 512) == rest + max(base, footprint.call(2, 1, 512))
 
 
-def test_the_default_is_an_8b_llama() -> None:
-    footprint = llama_8b()
-    assert footprint.state(1, 513) - footprint.state(1, 512) == 128 * 1024
-    config = replace(
-        TINY, vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=32,
-        num_heads=32, num_kv_heads=8, head_dim=128,
-    )  # fmt: skip
-    assert footprint.params == 2 * sum(map(math.prod, param_spec(config).values()))
+def test_what_stands_for_an_unknown_model() -> None:
+    footprint = stand_in()
+    assert footprint.state(1, 513) - footprint.state(1, 512) == 32 * 1024
+    assert footprint.weights == 0
+    assert footprint_of(None) == footprint
+    assert footprint_of(footprint) is footprint
+
+
+def test_a_model_is_its_own_footprint() -> None:
+    model = make_model()
+    assert footprint_of(model) == Footprint.of(model, model.cache_spec(CacheLayout()))
 
 
 def test_a_config_without_sizes_is_refused() -> None:

@@ -16,7 +16,7 @@ from funcrt import cache, streams
 from funcrt.buckets import Bucket, BucketPlan
 from funcrt.bundle import checks
 from funcrt.bundle.manifest import FunctionEntry, Manifest, describe_arrays
-from funcrt.cache import CacheState
+from funcrt.cache import CacheSpec, CacheState
 from funcrt.cache.layout import DTYPES
 from funcrt.calling import CallForm
 from funcrt.compiled import Compiled
@@ -141,6 +141,11 @@ class Bundle(CallForm):
     def config_values(self) -> Mapping[str, Any]:
         """The exported model's config as plain values."""
         return self.manifest.model
+
+    @property
+    def whole_cache_spec(self) -> CacheSpec:
+        """The arrays of a cache state."""
+        return self.cache_spec
 
     @property
     def weight_bytes(self) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import stat
@@ -86,7 +87,9 @@ def batch(
             if prompts != "-":
                 terminal.warn(f"what is done is in {out}: the same command goes on from there")
             raise
-    terminal.emit(facts, json_, _summary(facts), err=True)
+    summary = json.dumps(facts, ensure_ascii=False) if json_ else _summary(facts)
+    # Results go to standard output if asked to, and a summary is not one of them.
+    (terminal.show if json_ and str(out) != "-" else terminal.warn)(summary)
     if results.failed:
         raise InputError(f'{results.failed} of {run.done} lines failed: see "error" in {out}')
 

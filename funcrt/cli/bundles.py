@@ -47,7 +47,7 @@ def export(
     source: o.Source,
     out: o.Target,
     batch: Annotated[str, typer.Option(help="Rows, e.g. 1,4.")] = "1,4",
-    tokens: Annotated[str, typer.Option(help="Tokens per call, e.g. 1,64,256.")] = "1,64",
+    tokens: Annotated[str, typer.Option(help="Tokens per call, e.g. 4,64,256.")] = "4,64",
     capacity: Annotated[str, typer.Option(help="Cache slots, e.g. 512,2048.")] = "512,2048",
     dtype: o.Dtype = None,
     kv_bits: o.KvBits = None,

@@ -19,7 +19,7 @@ from funcrt.storage import load_json, save_json
 import typer
 
 NAME = "SmolLM2-135M-Instruct"
-PLAN = BucketPlan(batch=(1, 4), tokens=(1, 64), capacity=(512, 1024))
+PLAN = BucketPlan(batch=(1, 4), tokens=(4, 64), capacity=(512, 1024))
 QUESTION = "What is the capital of France?"
 
 

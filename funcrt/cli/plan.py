@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from funcrt.footprint import Footprint
     from funcrt.planning import Request
 
-_STAND_IN = "an 8B llama in bfloat16"
+_STAND_IN = "the caches of a 1B llama in bfloat16 (name yours with --model)"
 _NAMED = 5  # bad lines that an error message names
 
 
@@ -52,7 +52,7 @@ def plan(
     "usage" as OpenAI's servers answer, a result line of `funcrt batch`, or [20, 50].
     """
     from funcrt.expectation import expect
-    from funcrt.footprint import llama_8b
+    from funcrt.footprint import stand_in
 
     budget = None if memory is None else o.byte_count(memory)
     if kv_bits not in (None, 4, 8):
@@ -61,13 +61,14 @@ def plan(
         raise typer.BadParameter("--kv-bits needs --model")
     with _open(trace) as lines:
         requests, failed = read_trace(lines)
-    footprint, positions = llama_8b(), None
+    footprint, positions = stand_in(), None
     if model is not None:
         longest = max(request.slots for request in requests)
         largest = BucketPlan(batch=[1], tokens=[max_chunk], capacity=[longest])
         footprint, positions = _measure(model, loading, kv_bits, largest)
+    known = None if model is None else footprint
     chosen = BucketPlan.from_trace(
-        requests, budget, footprint=footprint, max_batches=batches, max_chunks=chunks,
+        requests, budget, footprint=known, max_batches=batches, max_chunks=chunks,
         max_capacities=capacities, max_batch=max_batch, max_chunk=max_chunk,
     )  # fmt: skip
     expected = expect(chosen, requests, footprint)

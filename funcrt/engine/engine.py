@@ -190,16 +190,17 @@ class Engine:
         """The drafter that an option stands for; one for each model."""
         if speculate is None:
             return None
+        if speculate != NGRAM and not isinstance(speculate, CallForm):
+            raise InputError(f'speculate: expected None, "ngram" or a model, got {speculate!r}')
         plan = self.compiled.plan
         if not STEPS["verify"].choose_sizes(plan.tokens):
             raise InputError(
                 "speculate: no declared T is between 2 and 16, the sizes of a call that verifies "
-                f"guesses; declared: {', '.join(map(str, plan.tokens))}: add 4 or 8"
+                f"guesses; declared: {', '.join(map(str, plan.tokens))}: add 4 or 8 to the plan's "
+                "tokens (--tokens of funcrt export)"
             )
         if speculate == NGRAM:
             return self._drafters.setdefault(NGRAM, NgramDrafter())
-        if not isinstance(speculate, CallForm):
-            raise InputError(f'speculate: expected None, "ngram" or a model, got {speculate!r}')
         with self._making_drafter:
             if speculate not in self._drafters:
                 self._drafters[speculate] = self._make_drafter(speculate)
