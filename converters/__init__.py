@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
     import mlx.core as mx
 
-__all__ = ["load"]
+from converters.functional import functionalize
+
+__all__ = ["functionalize", "load"]
 
 
 def load(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from funcrt import cache, models, steps, storage
@@ -47,6 +49,7 @@ class Model(CallForm):
         config: frozen description; `config.dtype` is the compute dtype.
         params: weights as stored, Hugging Face names, dense or affine-quantized.
         tokenizer: for text; None for a model of ids only.
+        family: what has the functions of a family; None takes the one of `config.model_type`.
 
     Raises:
         ConfigError: unsupported `model_type`.
@@ -58,13 +61,17 @@ class Model(CallForm):
         config: ModelConfig,
         params: Mapping[str, mx.array],
         tokenizer: Tokenizer | None = None,
+        family: ModuleType | None = None,
     ) -> None:
-        self.family = models.family(config.model_type)
+        self.family = family or models.family(config.model_type)
         self.config = config
         self.spec = self.family.param_spec(config)
-        self.params = weights.check_params(self.spec, params)
+        self.params = self._check_params(params)
         self.tokenizer = tokenizer
         self.vocab_size = config.vocab_size
+
+    def _check_params(self, params: Mapping[str, mx.array]) -> Params:
+        return weights.check_params(self.spec, params)
 
     def __repr__(self) -> str:
         config = self.config
@@ -166,6 +173,13 @@ class Model(CallForm):
         ready = self.prepare(self.params)
         weights.evaluate_singly(ready.values())
         return ready
+
+    def in_float32(self) -> Model:
+        """The same model over dense, unfused float32 weights, which are computed when used."""
+        preparation = weights.Preparation("float32", dequantize=True, fusions={})
+        params = weights.prepare(self.params, self.spec, preparation)
+        config = replace(self.config, dtype="float32")
+        return Model(config, params, self.tokenizer, self.family)
 
     @property
     def config_values(self) -> Mapping[str, Any]:
