@@ -25,6 +25,7 @@ def pure(call: Call) -> Iterator[None]:
     | `contiguous`, `depends` | the array itself: only its layout or its timing would differ |
     | `~x` of integers | `x ^ -1` |
     | `eval`, `async_eval`, `synchronize` | nothing |
+    | `where` of scores by groups | with the mask for every group |
     | `arange` between offsets | the same for every row, `[B, N, 1]` |
     | attention | never sees more than the caller's mask shows |
     | Metal kernels | what mlx-lm computes where there is no Metal |
@@ -105,6 +106,20 @@ def _make_arange(original: Callable[..., Any]) -> Callable[..., Any]:
     return arange
 
 
+def _make_where(original: Callable[..., Any]) -> Callable[..., Any]:
+    def where(condition: Any, x: Any, *args: Any, **options: Any) -> Any:
+        call = _active()
+        if (
+            call is not None
+            and getattr(x, "ndim", 0) == 5
+            and any(condition is m for m in call.made)
+        ):
+            condition = condition[:, :, None]  # query heads by the key head that they share
+        return original(condition, x, *args, **options)
+
+    return where
+
+
 def _make_attention(original: Callable[..., Any]) -> Callable[..., Any]:
     def attention(q: mx.array, k: mx.array, v: mx.array, *args: Any, **options: Any) -> Any:
         call = _active()
@@ -123,6 +138,7 @@ _PATCHES: list[tuple[Any, str, _Make]] = [
     (mx, "synchronize", _instead(_nothing)),
     (mx, "bitwise_invert", _make_invert),
     (mx, "arange", _make_arange),
+    (mx, "where", _make_where),
     (mx.fast, "scaled_dot_product_attention", _make_attention),
     (mx.metal, "is_available", _instead(lambda: False)),
     (mx.array, "__invert__", _make_invert),
