@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from converters.functional.caches import Call, Entries, Several, Slots
+from converters.functional.pure import pure
 from funcrt.cache import CacheEntry, CacheSpec, place
 from funcrt.errors import ModuleError
 
@@ -119,7 +120,8 @@ def record(module: nn.Module, make_caches: MakeCaches) -> Layout:
     known: dict[str, CacheEntry] = {}
     for tokens in (_TOKENS, _TOKENS, 1):  # from nothing, from something, one token
         call = _Recording(tokens, known)
-        logits = module(mx.zeros((_BATCH, tokens), mx.int32), cache=make_caches(call))
+        with pure(call):
+            logits = module(mx.zeros((_BATCH, tokens), mx.int32), cache=make_caches(call))
         if not isinstance(logits, mx.array) or logits.shape[:2] != (_BATCH, tokens):
             what = getattr(logits, "shape", type(logits).__name__)
             raise ModuleError(f"expected logits [B, T, V] of a module, got {what}")

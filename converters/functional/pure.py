@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from converters.functional.adapters import replacements
 from converters.functional.caches import Call
 from converters.functional.offsets import Offset
 
@@ -27,14 +28,16 @@ def pure(call: Call) -> Iterator[None]:
     | `eval`, `async_eval`, `synchronize` | nothing |
     | `where` of scores by groups | with the mask for every group |
     | `arange` between offsets | the same for every row, `[B, N, 1]` |
+    | `rope` at the end of a buffer | at the offset of each row |
     | attention | never sees more than the caller's mask shows |
     | Metal kernels | what mlx-lm computes where there is no Metal |
     """
     with _LOCK:
         outer = getattr(_ACTIVE, "call", None)
         _ACTIVE.call = call
+        patches = [*_PATCHES, *((o, n, _instead(new)) for o, n, new in replacements(call))]
         saved = []
-        for owner, name, make in _PATCHES:
+        for owner, name, make in patches:
             original = getattr(owner, name)
             saved.append((owner, name, original))
             setattr(owner, name, make(original))
@@ -120,6 +123,16 @@ def _make_where(original: Callable[..., Any]) -> Callable[..., Any]:
     return where
 
 
+def _make_rope(original: Callable[..., Any]) -> Callable[..., Any]:
+    def rope(*args: Any, **options: Any) -> Any:
+        call, offset = _active(), options.get("offset")
+        if call is not None and type(offset) is int and offset == call.capacity - call.tokens:
+            options["offset"] = call.placement.offset  # counted back from the end of the buffer
+        return original(*args, **options)
+
+    return rope
+
+
 def _make_attention(original: Callable[..., Any]) -> Callable[..., Any]:
     def attention(q: mx.array, k: mx.array, v: mx.array, *args: Any, **options: Any) -> Any:
         call = _active()
@@ -139,6 +152,7 @@ _PATCHES: list[tuple[Any, str, _Make]] = [
     (mx, "bitwise_invert", _make_invert),
     (mx, "arange", _make_arange),
     (mx, "where", _make_where),
+    (mx.fast, "rope", _make_rope),
     (mx.fast, "scaled_dot_product_attention", _make_attention),
     (mx.metal, "is_available", _instead(lambda: False)),
     (mx.array, "__invert__", _make_invert),

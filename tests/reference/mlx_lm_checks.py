@@ -44,7 +44,7 @@ def make_module(name: str, dtype: mx.Dtype = mx.float32, seed: int = 0) -> nn.Mo
         if not mx.issubdtype(array.dtype, mx.floating):
             continue
         old = np.array(array.astype(mx.float32))
-        if array.ndim == 1 or "conv" in path:
+        if array.ndim < 2 or "conv" in path:
             new = old + rng.normal(0, 0.2, old.shape)
         else:
             spread = 1.0 if "embed" in path or "wte" in path else 1.3 / np.sqrt(old.shape[-1])

@@ -8,6 +8,8 @@ query heads share key heads, and experts are more than those chosen.
 from __future__ import annotations
 
 import dataclasses
+import importlib
+from collections.abc import Callable
 from typing import Any
 
 WINDOW = 8
@@ -70,22 +72,175 @@ RULES: dict[str, Any] = {
     "rope_scaling": None, "rope_parameters": None,
 }  # fmt: skip
 
-SPECIAL: dict[str, dict[str, Any]] = {}
+
+
+def _fields(module: str, kind: str = "ModelArgs", **changes: Any) -> dict[str, Any]:
+    """`RULES` for the fields of a class of arguments."""
+    source = importlib.import_module(f"mlx_lm.models.{module}")
+    config: dict[str, Any] = {}
+    for field in dataclasses.fields(getattr(source, kind)):
+        if RULES.get(field.name) is not None:
+            config[field.name] = RULES[field.name]
+        elif field.name == "layer_types":
+            config["layer_types"] = [SLIDING, FULL] * 2
+    return {**config, **changes}
+
+
+def _text(module: str, kind: str = "ModelArgs", **changes: Any) -> Callable[[], dict[str, Any]]:
+    return lambda: {"text_config": _fields(module, kind, model_type=module, **changes)}
+
+
+LFM2: dict[str, Any] = {
+    "block_multiple_of": 8, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": False,
+    "layer_types": ["conv", FULL] * 2,
+}  # fmt: skip
+KDA = {
+    "kda_layers": [1, 3], "full_attn_layers": [2, 4], "num_heads": 4, "head_dim": 16,
+    "short_conv_kernel_size": 4,
+}  # fmt: skip
+BY_TYPE = {
+    FULL: {"rope_theta": 10000.0, "rope_type": "default"},
+    SLIDING: {"rope_theta": 5000.0, "rope_type": "default"},
+}
+LLAMA4_SCALE = {
+    "rope_theta": 10000.0, "rope_type": "default", "llama_4_scaling_beta": 0.3,
+    "original_max_position_embeddings": 8,
+}  # fmt: skip
+Special = dict[str, Any] | Callable[[], dict[str, Any]]
+SPECIAL: dict[str, Special] = {
+    "afm7": {"num_kv_reuse_layers": 2},
+    "apertus": {"post_norm": False, "qk_norm": True},
+    "baichuan_m1": {"sliding_window_layers": [0, 2], "conv_window": 2},
+    "dbrx": {
+        "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 6, "moe_top_k": 2},
+        "attn_config": {"clip_qkv": 8.0, "kv_n_heads": 2, "rope_theta": 10000.0},
+    },
+    "deepseek_v2": {
+        "rope_scaling": {
+            "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64,
+            "beta_fast": 32, "beta_slow": 1, "mscale": 0.7, "mscale_all_dim": 0.7,
+        },
+    },
+    "exaone4": {
+        "sliding_window_pattern": "LG",
+        "rope_scaling": {
+            "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "exaone_moe": {"is_moe_layer": [False, True, True, True]},
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "gemma3": _text("gemma3_text"),
+    "gemma3n": _text(
+        "gemma3n", "TextConfig", num_kv_shared_layers=2, num_hidden_layers=6,
+        layer_types=[SLIDING, FULL, SLIDING, FULL, SLIDING, FULL], final_logit_softcapping=30.0,
+        intermediate_size=[96] * 6, activation_sparsity_pattern=[0.5, 0.5, 0, 0, 0, 0],
+        hidden_size_per_layer_input=16, altup_num_inputs=3, altup_coef_clip=120.0,
+        altup_correct_scale=True, altup_active_idx=0, laurel_rank=8,
+    ),
+    "gemma4": _text(
+        "gemma4_text", hidden_size_per_layer_input=16, num_kv_shared_layers=0,
+        num_global_key_value_heads=2, enable_moe_block=False,
+    ),
+    "gemma4_text": {
+        "hidden_size_per_layer_input": 16, "num_hidden_layers": 6, "num_kv_shared_layers": 2,
+        "layer_types": [SLIDING, FULL] * 3, "num_global_key_value_heads": 2,
+    },
+    "kimi_k25": _text("deepseek_v3"),
+    "kimi_vl": _text("kimi_vl", "TextArgs"),
+    "llama4": _text(
+        "llama4", "TextArgs", num_experts_per_tok=1, interleave_moe_layer_step=2, floor_scale=4, attn_scale=0.1,
+        attn_temperature_tuning=4, rope_scaling=None,
+    ),
+    "mistral3": _text("llama"),
+    "pixtral": _text("llama"),
+    "qwen2_vl": _text("qwen2"),
+    "qwen3_vl": _text("qwen3"),
+    "qwen3_vl_moe": _text("qwen3_moe"),
+    "qwen3_5": _text("qwen3_5", "TextModelArgs", num_experts=0),
+    "qwen3_5_moe": _text("qwen3_5", "TextModelArgs"),
+    "glm4_moe": {"rope_scaling": None},
+    "glm_moe_dsa": {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
+    "hunyuan": {"use_mixed_mlp_moe": True, "use_cla": True, "cla_share_factor": 2,
+        "rope_scaling": {"type": "dynamic", "alpha": 100.0, "factor": 1.0}},
+    "jamba": {
+        "attn_layer_offset": 1, "attn_layer_period": 2, "expert_layer_offset": 1,
+        "expert_layer_period": 2,
+    },
+    "kimi_k3": _text("kimi_k3", "TextArgs", linear_attn_config=KDA, q_lora_rank=24,
+                     attn_res_block_size=2, num_expert_group=1, activation_situ_beta=1.0),
+    "kimi_linear": {"linear_attn_config": KDA, "num_expert_group": 1},
+    "lfm2": LFM2,
+    "lfm2-vl": _text("lfm2", **LFM2),
+    "lfm2_moe": {"use_expert_bias": True, "layer_types": ["conv", FULL] * 2},
+    "llama4_text": {"no_rope_layers": [1, 1, 1, 0]},
+    "mellum": {"rope_parameters": BY_TYPE},
+    "mimo_v2_flash": {
+        "hybrid_layer_pattern": [0, 1, 0, 1], "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False, "moe_layer_freq": [0, 1, 1, 1],
+    },
+    "minicpm3": {
+        "rope_scaling": {
+            "type": "longrope", "original_max_position_embeddings": 64,
+            "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 1.5, 2.0, 3.0],
+        },
+    },
+    "minimax_m3_vl": _text(
+        "minimax_m3_vl", "TextArgs", layer_types=[FULL, "sparse", FULL, "sparse"],
+        dense_intermediate_size=96, index_block_size=4, index_topk_blocks=2,
+        mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+    ),
+    "ministral3": {"rope_parameters": LLAMA4_SCALE},
+    "mistral4": {"rope_parameters": LLAMA4_SCALE | {
+        "rope_type": "yarn", "factor": 4.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }},
+    "muse_spark": _text(
+        "muse_spark", "TextArgs", post_norm_eps=1e-6, rope_parameters={"rope_theta": 10000.0},
+        layer_rope_theta=[10000.0, 0.0] * 2, final_logit_softcapping=20.0,
+        output_multiplier=0.5, moe_hidden_size=32, num_shared_experts=0,
+    ),
+    "nemotron-nas": {
+        "block_configs": [
+            {"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 1.5}},
+            {"attention": {"no_op": True}, "ffn": {"ffn_mult": 1.0}},
+            {"attention": {"replace_with_linear": True}, "ffn": {"no_op": True}},
+            {"attention": {"n_heads_in_group": 4}, "ffn": {"replace_with_linear": True}},
+        ],
+    },
+    "nemotron": {"hidden_act": "relu2"},
+    "nemotron_h": {"layer_types": ["mamba", "attention", "mlp", "moe"]},
+    "olmo_hybrid": {
+        "linear_allow_neg_eigval": True, "layer_types": ["linear_attention", FULL] * 2,
+    },
+    "openelm": {
+        "ffn_dim_divisor": 8, "num_query_heads": [4, 4, 4, 4], "num_kv_heads": [2, 2, 2, 2],
+        "ffn_multipliers": [1.0, 1.5, 2.0, 2.0],
+    },
+    "phi3small": {"dense_attention_every_n_layers": 2, "gegelu_limit": 20.0},
+    "plamo": {"n_shared_head": 2},
+    "recurrent_gemma": {
+        "conv1d_width": 4, "logits_soft_cap": 30.0, "block_types": ["recurrent", "attention"],
+    },
+    "rwkv7": {
+        "a_low_rank_dim": 8, "v_low_rank_dim": 8, "gate_low_rank_dim": 8,
+        "decay_low_rank_dim": 8,
+    },
+    "spark2_5": {"rope_parameters": BY_TYPE},
+    "stablelm": {"use_qkv_bias": True},
+}  # fmt: skip
 
 
 def make_args(name: str, module: Any, **changes: Any) -> Any:
     """The `ModelArgs` of a module."""
-    config = make_config(name, module) | changes
-    return module.ModelArgs.from_dict(config)
+    return module.ModelArgs.from_dict(make_config(name) | changes)
 
 
-def make_config(name: str, module: Any) -> dict[str, Any]:
+def make_config(name: str) -> dict[str, Any]:
     """The configuration of a module, as a config.json would spell it."""
-    config: dict[str, Any] = {"model_type": name}
     special = SPECIAL.get(name, {})
-    for field in dataclasses.fields(module.ModelArgs):
-        if field.name in RULES and RULES[field.name] is not None:
-            config[field.name] = RULES[field.name]
-        elif field.name == "layer_types":
-            config["layer_types"] = [SLIDING, FULL] * 2
-    return {key: value for key, value in {**config, **special}.items() if value != "absent"}
+    return {
+        **_fields(name), "model_type": name,
+        **(special() if callable(special) else special),
+    }  # fmt: skip

@@ -1,0 +1,73 @@
+"""Pure forms of single functions of mlx-lm that read values or need Metal kernels."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from converters.functional.caches import Call
+
+import mlx.core as mx
+
+
+def mix_all_experts(self: Any, x: mx.array) -> mx.array:
+    """dbrx: the chosen experts of each token, found by running all of them over all tokens.
+
+    The module picks experts by reading their numbers.
+    """
+    gates = mx.softmax(self.router(x).astype(mx.float32), axis=-1)  # [..., X]
+    chosen = self.num_experts_per_tok
+    index = mx.argpartition(-gates, kth=chosen - 1, axis=-1)[..., :chosen]
+    scores = mx.take_along_axis(gates, index, axis=-1)
+    scores = scores / mx.sum(mx.abs(scores), axis=-1, keepdims=True)
+    weights = mx.put_along_axis(mx.zeros_like(gates), index, scores, axis=-1).astype(x.dtype)
+    outputs = mx.stack([expert(x) for expert in self.experts], axis=-1)  # [..., E, X]
+    return mx.sum(outputs * weights[..., None, :], axis=-1)
+
+
+def multiply_ternary(self: Any, x: mx.array, packed_weights: mx.array) -> mx.array:
+    """BitNet's product: four weights of -1, 0, 1 in each byte, one quarter of the rows apart."""
+    quarters = [((packed_weights >> shift) & 3).astype(x.dtype) - 1 for shift in (0, 2, 4, 6)]
+    product = x @ mx.concatenate(quarters, axis=0).T
+    scale = self.weight_scale.astype(x.dtype)
+    return product / scale if self.invert_weight_scales else product * scale
+
+
+def make_dynamic_rope(call: Call) -> Callable[..., mx.array]:
+    """Rotary embedding whose base grows with the length of each row so far."""
+
+    def rotate(self: Any, x: mx.array, offset: Any = 0) -> mx.array:
+        dims, limit = self.dims, self.max_position_embeddings
+        length = mx.maximum(call.placement.lengths, limit).astype(mx.float32)  # [B]
+        stretch = self.factor * length / limit - (self.factor - 1)
+        base = self.base * stretch ** (dims / (dims - 2))
+        half = mx.arange(dims // 2, dtype=mx.float32) * (2 / dims)
+        inverse = mx.exp(-half * mx.log(base)[:, None])  # [B, dims / 2]
+        step = mx.arange(x.shape[-2], dtype=mx.float32)
+        position = mx.array(offset).reshape(-1, 1).astype(mx.float32) + step  # [B,T]
+        angles = (position[..., None] * inverse[:, None])[:, None]  # [B,1,T,dims / 2]
+        cos, sin = mx.cos(angles).astype(x.dtype), mx.sin(angles).astype(x.dtype)
+        turned, kept = x[..., :dims], x[..., dims:]
+        if self.traditional:
+            a, b = turned[..., ::2], turned[..., 1::2]
+            out = mx.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(turned.shape)
+        else:
+            a, b = mx.split(turned, 2, axis=-1)
+            out = mx.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+        return mx.concatenate([out, kept], axis=-1)
+
+    return rotate
+
+
+def replacements(call: Call) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+    """Class, attribute and replacement, of the modules of mlx-lm that are loaded."""
+    for path, attribute, function in (
+        ("dbrx.SparseMoeBlock", "__call__", mix_all_experts),
+        ("bitlinear_layers.BitLinear", "execute_matmul_kernel", multiply_ternary),
+        ("rope_utils.DynamicNTKScalingRoPE", "__call__", make_dynamic_rope(call)),
+    ):
+        module, _, name = path.partition(".")
+        owner = getattr(sys.modules.get(f"mlx_lm.models.{module}"), name, None)
+        if owner is not None:
+            yield owner, attribute, function
