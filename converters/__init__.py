@@ -25,8 +25,12 @@ def load(
     dtype: mx.Dtype | str | None = None,
     *,
     ignore: Collection[str] = (),
+    via: str | None = None,
 ) -> Model:
     """Read a model from a GGUF file, a Hugging Face folder, or the hub.
+
+    A `model_type` without a family in `funcrt.models` is read through mlx-lm's module for it, if
+    mlx-lm is installed (`pip install 'funcrt[mlx-lm]'`), see `functionalize`.
 
     Args:
         source: path of a GGUF file or of a folder with config.json and safetensors, or a hub id
@@ -35,17 +39,27 @@ def load(
             keeps tensors as they are stored and computes in what suits the device.
         ignore: names of config keys, GGUF metadata keys and tensors known not to matter for this
             checkpoint, which would otherwise raise; "tokenizer" loads the model without text.
+        via: "mlx_lm" takes mlx-lm's module whatever the model_type; None where there is no family.
 
     Raises:
         SourceError: nothing there, no network, or files that are damaged, incomplete or refused.
         ConfigError: an architecture or a setting that is not supported.
         ParamsError: missing, unknown or misshapen tensors, all listed.
         TextError: a tokenizer that cannot be rebuilt.
+        ModuleError: a module of mlx-lm that cannot be turned into a pure function.
+        ValueError: an unknown `via`.
     """
+    if via not in (None, "mlx_lm"):
+        raise ValueError(f"via: expected 'mlx_lm' or None, got {via!r}")
     try:
         from converters.checkpoint import make_model
 
         names = (ignore,) if isinstance(ignore, str) else tuple(ignore)
+        folder = _find_module(source, via)
+        if folder is not None:
+            from converters.functional import loading
+
+            return loading.load(folder, dtype, names)
         return make_model(_read(source, names), dtype, names)
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in (
@@ -58,6 +72,31 @@ def load(
         raise SourceError(
             f"reading checkpoints needs {error.name}: pip install 'funcrt[convert]'"
         ) from None
+
+
+def _find_module(source: str | Path, via: str | None) -> Path | None:
+    """The folder to read through mlx-lm, downloaded if need be; None if it is not to be used."""
+    from converters import hub, huggingface
+    from converters.functional import mlx_lm_source
+    from funcrt.models import FAMILIES
+    from funcrt.storage import load_json
+
+    path = Path(source).expanduser()
+    remote = not path.exists() and isinstance(source, str) and hub.is_hub_id(source)
+    if not path.is_dir() and not remote:
+        if via is not None:
+            raise SourceError(f"{source}: mlx-lm reads folders and hub ids only")
+        return None
+    folder = hub.download(str(source), hub.SMALL) if remote else path
+    if not (folder / huggingface.CONFIG).is_file():
+        return None
+    config = load_json(folder / huggingface.CONFIG)
+    if via is None and (
+        config.get("model_type") in FAMILIES or not mlx_lm_source.has_module(config)
+    ):
+        return None
+    mlx_lm_source.check_version()
+    return hub.download(str(source), hub.SMALL + hub.WEIGHTS) if remote else folder
 
 
 def _read(source: str | Path, ignore: Collection[str]) -> Checkpoint:

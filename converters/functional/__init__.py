@@ -10,12 +10,12 @@ from funcrt.errors import ModuleError
 if TYPE_CHECKING:
     from funcrt.model import Model
 
-    from mlx import nn
+    from mlx.nn.layers.base import Module
 
 __all__ = ["functionalize"]
 
 
-def functionalize(module: nn.Module, config: Mapping[str, Any] | None = None) -> Model:
+def functionalize(module: Module, config: Mapping[str, Any] | None = None) -> Model:
     """A module of mlx-lm as the same `Model` as every other: pure, compiled, exported.
 
     The module's code runs as it is, with its parameters taken from an argument and its caches

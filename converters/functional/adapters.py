@@ -31,7 +31,8 @@ def multiply_ternary(self: Any, x: mx.array, packed_weights: mx.array) -> mx.arr
     quarters = [((packed_weights >> shift) & 3).astype(x.dtype) - 1 for shift in (0, 2, 4, 6)]
     product = x @ mx.concatenate(quarters, axis=0).T
     scale = self.weight_scale.astype(x.dtype)
-    return product / scale if self.invert_weight_scales else product * scale
+    scaled: mx.array = product / scale if self.invert_weight_scales else product * scale
+    return scaled
 
 
 def make_dynamic_rope(call: Call) -> Callable[..., mx.array]:
@@ -60,6 +61,16 @@ def make_dynamic_rope(call: Call) -> Callable[..., mx.array]:
     return rotate
 
 
+class ArrayRanges:
+    """`numpy` for a module that makes positions with it (GPT-BigCode)."""
+
+    @staticmethod
+    def arange(start: Any, stop: Any) -> mx.array:
+        """Int32 `[B, N]` between two offsets."""
+        steps = mx.arange(stop.distance - start.distance, dtype=mx.int32)
+        return mx.array(start)[:, None] + steps
+
+
 def replacements(call: Call) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     """Class, attribute and replacement, of the modules of mlx-lm that are loaded."""
     for path, attribute, function in (
@@ -71,3 +82,10 @@ def replacements(call: Call) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
         owner = getattr(sys.modules.get(f"mlx_lm.models.{module}"), name, None)
         if owner is not None:
             yield owner, attribute, function
+
+
+def globals_of_modules() -> Iterator[tuple[Any, str, Any]]:
+    """Names that loaded modules of mlx-lm find in their globals, and what to put there."""
+    module = sys.modules.get("mlx_lm.models.gpt_bigcode")
+    if module is not None:
+        yield module, "np", ArrayRanges

@@ -10,7 +10,7 @@ from typing import Any
 from funcrt.params import Params
 
 import mlx.core as mx
-from mlx import nn
+from mlx.nn.layers.base import Module
 
 _OPAQUE = (type, mx.array, str, bytes, int, float, complex, bool, type(None))
 
@@ -25,7 +25,7 @@ class Binding:
         names: where each parameter is; one that is reached by several names has the first.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: Module) -> None:
         self.module = module
         self._lock = threading.RLock()
         self._places: dict[str, tuple[Any, Any]] = {}
@@ -36,7 +36,7 @@ class Binding:
             return
         seen.add(id(tree))
         for key, value in _items(tree):
-            if isinstance(tree, nn.Module) and str(key).startswith("_"):
+            if isinstance(tree, Module) and str(key).startswith("_"):
                 continue
             if isinstance(value, mx.array):
                 if not isinstance(tree, tuple):
@@ -48,14 +48,18 @@ class Binding:
         """The module's parameters as they are now."""
         return {name: dict_get(tree, key) for name, (tree, key) in self._places.items()}
 
+    def replace(self, params: Mapping[str, mx.array]) -> None:
+        """Give the module other parameters for good."""
+        for name, (tree, key) in self._places.items():
+            _put(tree, key, params[name])
+
     @contextmanager
-    def bound(self, params: Mapping[str, mx.array]) -> Iterator[nn.Module]:
+    def bound(self, params: Mapping[str, mx.array]) -> Iterator[Module]:
         """The module with `params` in it; what it was is restored at the end."""
         with self._lock:
             saved = _save(self.module)
             try:
-                for name, (tree, key) in self._places.items():
-                    _put(tree, key, params[name])
+                self.replace(params)
                 yield self.module
             finally:
                 _restore(saved)
@@ -63,7 +67,8 @@ class Binding:
 
 def dict_get(tree: Any, key: Any) -> mx.array:
     """An entry, past what a module does in `__getitem__`."""
-    return dict.__getitem__(tree, key) if isinstance(tree, dict) else tree[key]
+    value: mx.array = dict.__getitem__(tree, key) if isinstance(tree, dict) else tree[key]
+    return value
 
 
 def _put(tree: Any, key: Any, value: mx.array) -> None:
@@ -131,5 +136,5 @@ def _restore(saved: _Saved) -> None:
             thing.clear()
             thing.update(content)
         if attributes is not None:
-            vars(thing).clear()
-            vars(thing).update(attributes)
+            thing.__dict__.clear()
+            thing.__dict__.update(attributes)

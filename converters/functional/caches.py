@@ -91,7 +91,7 @@ class _StandIn:
         self._stands_for = stands_for
 
     @property
-    def __class__(self) -> Any:
+    def __class__(self) -> Any:  # type: ignore[misc]
         return self._stands_for
 
 

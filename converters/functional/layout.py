@@ -11,7 +11,7 @@ from funcrt.cache import CacheEntry, CacheSpec, place
 from funcrt.errors import ModuleError
 
 import mlx.core as mx
-from mlx import nn
+from mlx.nn.layers.base import Module
 
 _BATCH, _TOKENS, _CAPACITY = 3, 11, 29  # sizes that no model has by chance
 _DTYPES = {
@@ -112,7 +112,7 @@ class _Recording(Call):
         self.entries[name] = CacheEntry(name, shape, _DTYPES[array.dtype])
 
 
-def record(module: nn.Module, make_caches: MakeCaches) -> Layout:
+def record(module: Module, make_caches: MakeCaches) -> Layout:
     """Find the layout by calling `module`; nothing is computed.
 
     Raises ModuleError for a module that keeps what has no fixed shape, or returns no logits.

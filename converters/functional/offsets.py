@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 
-class Offset(mx.array):  # type: ignore[misc]
+class Offset(mx.array):
     """An int32 `[B]` array that knows how far it is from the offset of its call.
 
     Modules build ranges such as `arange(offset, offset + L)`. Their length is the distance of the

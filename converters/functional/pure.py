@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-from converters.functional.adapters import replacements
+from converters.functional.adapters import globals_of_modules, replacements
 from converters.functional.caches import Call
 from converters.functional.offsets import Offset
 
@@ -36,6 +37,7 @@ def pure(call: Call) -> Iterator[None]:
         outer = getattr(_ACTIVE, "call", None)
         _ACTIVE.call = call
         patches = [*_PATCHES, *((o, n, _instead(new)) for o, n, new in replacements(call))]
+        patches += [(o, n, partial(_put, new)) for o, n, new in globals_of_modules()]
         saved = []
         for owner, name, make in patches:
             original = getattr(owner, name)
@@ -67,6 +69,10 @@ def _instead(replacement: Callable[..., Any]) -> _Make:
         return patched
 
     return make
+
+
+def _put(replacement: Any, original: Any) -> Any:
+    return replacement
 
 
 def _same(array: mx.array, *_: Any, **__: Any) -> mx.array:
