@@ -90,8 +90,8 @@ class _StandIn:
     def __init__(self, stands_for: type) -> None:
         self._stands_for = stands_for
 
-    @property
-    def __class__(self) -> Any:  # type: ignore[misc]
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
         return self._stands_for
 
 
@@ -134,8 +134,7 @@ class Slots(_StandIn):
         self, N: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array:
         """Bool `[B, 1, T, S]`, whatever form was asked for."""
-        windows = [size for size in (window_size, self._window) if size is not None]
-        return self._call.mask(min(windows, default=None))
+        return self._call.mask(window_size or self._window)
 
     def maybe_trim_front(self) -> None:
         """Nothing to do: slots are kept, the module's mask leaves them out."""

@@ -25,7 +25,7 @@ from funcrt.cache import (
     unpack,
 )
 from funcrt.config import ModelConfig
-from funcrt.errors import CacheError, InputError, ModuleError
+from funcrt.errors import CacheError, FuncrtError, InputError, ModuleError
 from funcrt.params import Fusions, Params, ParamSpec
 
 import mlx.core as mx
@@ -139,21 +139,29 @@ class ModuleFamily(ModuleType):
 
 @contextmanager
 def _named_lines(module: Any) -> Iterator[None]:
-    """Name the line of a module that reads values where there are none yet."""
+    """Name the line of a module that cannot be traced."""
     try:
         yield
-    except ValueError as error:
-        if _NOT_WHILE_TRACED not in str(error):
-            raise
-        raise ModuleError(
-            f"{type(module).__module__} reads the value of an array while it is traced, "
-            f"{_line(error)}: what it decides there has to become arrays (mx.where), or a setting"
-        ) from error
+    except (FuncrtError, MemoryError):
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())
+        if _NOT_WHILE_TRACED in text or "length-1 arrays" in text:
+            what = (
+                "reads the value of an array while it is traced; what it decides there has to "
+                "become arrays (mx.where), or a setting"
+            )
+        elif "metal_kernel" in text:
+            what = "runs a Metal kernel of its own, and has no other form for this device"
+        else:
+            text = f"{type(error).__name__}: {text}"
+            what = f"cannot be called with arrays as offsets and masks ({text})"
+        raise ModuleError(f"{type(module).__module__} {what}: {_line(error)}") from error
 
 
 def _line(error: BaseException) -> str:
     """The innermost line of Python that is not ours."""
     ours = str(Path(__file__).parent)
     frames = traceback.extract_tb(error.__traceback__)
-    frame = next(f for f in reversed(frames) if not f.filename.startswith(ours))
+    frame = next((f for f in reversed(frames) if not f.filename.startswith(ours)), frames[-1])
     return f"{frame.filename}:{frame.lineno} `{frame.line}`"

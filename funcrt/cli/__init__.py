@@ -11,7 +11,7 @@ from importlib import metadata
 from typing import Annotated, Any, NoReturn
 
 from funcrt._version import __version__
-from funcrt.cli import bundles, demo, generate, terminal
+from funcrt.cli import bundles, demo, doctor, generate, terminal
 from funcrt.errors import FuncrtError
 
 import typer
@@ -53,6 +53,7 @@ for command in (
     generate.chat,
     bundles.inspect,
     bundles.verify,
+    doctor.doctor,
     demo.demo,
 ):
     app.command()(_guarded(command))
