@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from converters.functional.caches import Call
+from funcrt.cache import give_sight
 
 import mlx.core as mx
 
@@ -61,6 +62,37 @@ def make_dynamic_rope(call: Call) -> Callable[..., mx.array]:
     return rotate
 
 
+def make_block_attention(call: Call) -> Callable[..., mx.array]:
+    """Phi-3-small: attention over near blocks and every n-th block, which differs by head.
+
+    The module counts blocks back from the end of the keys, and adds boolean masks as numbers.
+    """
+
+    def attend(
+        self: Any, q: mx.array, k: mx.array, v: mx.array, scale: float, mask: mx.array
+    ) -> mx.array:
+        batch, heads, tokens, _ = q.shape
+        size, stride = self.blocksparse_block_size, self.blocksparse_vert_stride
+        position = call.placement.offset[:, None] + mx.arange(tokens)
+        mine = (position // size)[:, None, :, None]  # [B,1,T,1]
+        theirs = mx.arange(k.shape[2]) // size  # [S]
+        head = mx.arange(1, heads + 1)[:, None, None]
+        near = mine - theirs < self.blocksparse_num_local_blocks
+        seen = call.mask() & (near | ((theirs + head) % stride == 0))  # [B,H,T,S]
+        seen = give_sight(seen, call.placement.slots)
+        q = (q * scale).reshape(batch, self.n_kv_heads, -1, tokens, q.shape[3])
+        scores = (q @ k[:, :, None].swapaxes(-1, -2)).reshape(batch, heads, tokens, -1)
+        scores = mx.where(seen, scores, mx.array(mx.finfo(scores.dtype).min, scores.dtype))
+        weights = mx.softmax(scores, axis=-1, precise=True)
+        weights = weights.reshape(batch, self.n_kv_heads, -1, *weights.shape[2:])
+        return (weights @ v[:, :, None]).reshape(batch, heads, tokens, -1)
+
+    return attend
+
+
+_LENGTHS = 11  # arguments of ssm_update with lengths among them
+
+
 class ArrayRanges:
     """`numpy` for a module that makes positions with it (GPT-BigCode)."""
 
@@ -76,6 +108,7 @@ def replacements(call: Call) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     for path, attribute, function in (
         ("dbrx.SparseMoeBlock", "__call__", mix_all_experts),
         ("bitlinear_layers.BitLinear", "execute_matmul_kernel", multiply_ternary),
+        ("phi3small.Attention", "_block_sparse_attention", make_block_attention(call)),
         ("rope_utils.DynamicNTKScalingRoPE", "__call__", make_dynamic_rope(call)),
     ):
         module, _, name = path.partition(".")
@@ -84,8 +117,22 @@ def replacements(call: Call) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
             yield owner, attribute, function
 
 
-def globals_of_modules() -> Iterator[tuple[Any, str, Any]]:
+def globals_of_modules(call: Call) -> Iterator[tuple[Any, str, Any]]:
     """Names that loaded modules of mlx-lm find in their globals, and what to put there."""
-    module = sys.modules.get("mlx_lm.models.gpt_bigcode")
+    module: Any = sys.modules.get("mlx_lm.models.gpt_bigcode")
     if module is not None:
         yield module, "np", ArrayRanges
+    module = sys.modules.get("mlx_lm.models.nemotron_h")
+    if module is not None:
+        yield module, "ssm_update", _with_lengths(module.ssm_update, call)
+
+
+def _with_lengths(update: Callable[..., Any], call: Call) -> Callable[..., Any]:
+    """A recurrence whose caller leaves out how many tokens are real."""
+
+    def run(*args: Any, **options: Any) -> Any:
+        if len(args) < _LENGTHS and "lengths" not in options:
+            options["lengths"] = call.placement.lengths - call.placement.offset
+        return update(*args, **options)
+
+    return run

@@ -177,7 +177,7 @@ class Entries(_StandIn):
     @property
     def cache(self) -> list[mx.array | None]:
         """All entries."""
-        return [self[i] for i in range(self._size)]
+        return list(self)
 
     @property
     def batch_size(self) -> int:
@@ -185,10 +185,16 @@ class Entries(_StandIn):
         return int(self._real.shape[0])
 
     def __getitem__(self, index: int) -> mx.array | None:
-        return self._call.read(f"{self._name}.entry{index % self._size}")
+        return self._call.read(self._entry(index))
 
     def __setitem__(self, index: int, value: mx.array) -> None:
-        self._call.replace(f"{self._name}.entry{index % self._size}", value)
+        self._call.replace(self._entry(index), value)
+
+    def __iter__(self) -> Iterator[mx.array | None]:
+        return (self[i] for i in range(self._size))
+
+    def _entry(self, index: int) -> str:
+        return f"{self._name}.entry{range(self._size)[index]}"
 
     def make_mask(self, N: int) -> mx.array:
         """Bool `[B, T]`: which packed tokens are real."""

@@ -79,7 +79,7 @@ def diagnose(source: str | Path) -> Diagnosis:
         return replace(found, reason=str(error))
     graph = inspect_graph(model)
     spec = [entry for entry in model.cache_spec(FULL) if entry.kind != "row"]
-    notes = ()
+    notes: tuple[str, ...] = ()
     if model.config.dtype != "float32" and _ONLY_WIDE & graph.primitives.keys():
         notes = ("on a cpu in float32 only (dtype='float32'): MLX has no 16-bit GatherMM there",)
     return replace(

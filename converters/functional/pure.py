@@ -37,7 +37,7 @@ def pure(call: Call) -> Iterator[None]:
         outer = getattr(_ACTIVE, "call", None)
         _ACTIVE.call = call
         patches = [*_PATCHES, *((o, n, _instead(new)) for o, n, new in replacements(call))]
-        patches += [(o, n, partial(_put, new)) for o, n, new in globals_of_modules()]
+        patches += [(o, n, partial(_put, new)) for o, n, new in globals_of_modules(call)]
         saved = []
         for owner, name, make in patches:
             original = getattr(owner, name)
@@ -102,9 +102,13 @@ def _largest(dtype: mx.Dtype) -> int:
 def _make_arange(original: Callable[..., Any]) -> Callable[..., Any]:
     def arange(*args: Any, **options: Any) -> Any:
         call = _active()
-        if call is None or not any(isinstance(arg, mx.array) for arg in args):
+        if call is None or not args:
             return original(*args, **options)
         start, stop = (0, args[0]) if len(args) == 1 else args[:2]
+        if type(stop) is int and stop == call.capacity and start == stop - call.tokens > 0:
+            # The newest slots, counted back from the end of the buffer.
+            start = Offset(call.placement.offset)
+            stop = start + call.tokens
         if isinstance(start, int) and isinstance(stop, Offset):
             return original(start, call.capacity, dtype=mx.int32)  # every slot
         if isinstance(start, Offset) and isinstance(stop, Offset):

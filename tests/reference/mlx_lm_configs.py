@@ -154,6 +154,16 @@ SPECIAL: dict[str, Special] = {
     ),
     "mistral3": _text("llama"),
     "pixtral": _text("llama"),
+    "prism_hadamard_qwen35": lambda: {
+        **_text("qwen3_5", "TextModelArgs", hidden_size=128, num_experts=0)(),
+        "tensor_namespace": "mlx-vlm-qwen3_5",
+        "quantization": {"bits": 2, "group_size": 128, "mode": "affine"},
+        "modules": [
+            {"path": f"model.layers.{i}.mlp.{part}_proj", "embedding": False, "block": 0,
+             "dtype": "float16"}
+            for i in range(4) for part in ("gate", "up")
+        ],
+    },
     "qwen2_vl": _text("qwen2"),
     "qwen3_vl": _text("qwen3"),
     "qwen3_vl_moe": _text("qwen3_moe"),
@@ -218,7 +228,10 @@ SPECIAL: dict[str, Special] = {
         "ffn_dim_divisor": 8, "num_query_heads": [4, 4, 4, 4], "num_kv_heads": [2, 2, 2, 2],
         "ffn_multipliers": [1.0, 1.5, 2.0, 2.0],
     },
-    "phi3small": {"dense_attention_every_n_layers": 2, "gegelu_limit": 20.0},
+    "phi3small": {
+        "vocab_size": 100352, "blocksparse_block_size": 64, "blocksparse_vert_stride": 2,
+        "blocksparse_num_local_blocks": 1,
+       "dense_attention_every_n_layers": 2, "gegelu_limit": 20.0},
     "plamo": {"n_shared_head": 2},
     "recurrent_gemma": {
         "conv1d_width": 4, "logits_soft_cap": 30.0, "block_types": ["recurrent", "attention"],
