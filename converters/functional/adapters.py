@@ -90,6 +90,22 @@ def make_block_attention(call: Call) -> Callable[..., mx.array]:
     return attend
 
 
+def _make_start(original: Callable[..., Any], call: Call) -> Callable[..., Any]:
+    """RecurrentGemma's unit, which takes the first token of a text differently."""
+
+    def run(self: Any, x: mx.array, cache: mx.array | None = None) -> Any:
+        if cache is None or x.shape[1] > 1:
+            return original(self, x, cache)
+        first = call.placement.offset == 0  # [B]
+        begun, started = original(self, x, None), original(self, x, cache)
+        return tuple(
+            mx.where(first.reshape(-1, *[1] * (a.ndim - 1)), a, b)
+            for a, b in zip(begun, started, strict=True)
+        )
+
+    return run
+
+
 _LENGTHS = 11  # arguments of ssm_update with lengths among them
 
 
@@ -115,6 +131,9 @@ def replacements(call: Call) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
         owner = getattr(sys.modules.get(f"mlx_lm.models.{module}"), name, None)
         if owner is not None:
             yield owner, attribute, function
+    unit: Any = getattr(sys.modules.get("mlx_lm.models.recurrent_gemma"), "RGLRU", None)
+    if unit is not None:
+        yield unit, "__call__", _make_start(unit.__call__, call)
 
 
 def globals_of_modules(call: Call) -> Iterator[tuple[Any, str, Any]]:

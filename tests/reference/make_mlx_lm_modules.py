@@ -58,7 +58,8 @@ def make_row(name: str) -> dict[str, Any]:
     lines = [line[4:] for line in done.stdout.splitlines() if line.startswith("ROW ")]
     if not lines:
         said = (done.stdout + done.stderr).strip().splitlines()
-        return {**row, "reason": f"ends the process ({done.returncode}): {said[-1] if said else ''}"}
+        last = said[-1] if said else ""
+        return {**row, "reason": f"ends the process ({done.returncode}): {last}"}
     found = json.loads(lines[-1])
     return {key: found[key] for key in row}
 

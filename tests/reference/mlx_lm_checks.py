@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -274,7 +275,8 @@ def check(name: str) -> dict[str, Any]:
 
 
 def _short(error: BaseException) -> str:
-    text = " ".join(str(error).split())
+    """One line, without where the package is installed."""
+    text = re.sub(r"/\S*/mlx_lm/", "mlx_lm/", " ".join(str(error).split()))
     return f"{type(error).__name__}: {text}"[:300]
 
 

@@ -73,7 +73,6 @@ RULES: dict[str, Any] = {
 }  # fmt: skip
 
 
-
 def _fields(module: str, kind: str = "ModelArgs", **changes: Any) -> dict[str, Any]:
     """`RULES` for the fields of a class of arguments."""
     source = importlib.import_module(f"mlx_lm.models.{module}")
