@@ -33,11 +33,13 @@ PROMPT, STEPS, CAPACITY = 23, 3, 40
 COLUMNS = ("eager", "compiled", "exported", "ragged_left", "ragged_right", "dtype")
 
 
-def make_module(name: str, dtype: mx.Dtype = mx.float32, seed: int = 0) -> nn.Module:
+def make_module(
+    name: str, dtype: mx.Dtype = mx.float32, seed: int = 0, **changes: Any
+) -> nn.Module:
     """A tiny random module, large enough in its scores for attention to be peaked."""
     source = importlib.import_module(f"mlx_lm.models.{name}")
     mx.random.seed(seed)
-    module = source.Model(make_args(name, source))
+    module = source.Model(make_args(name, source, **changes))
     module.eval()
     rng = np.random.default_rng(seed)
     keep = getattr(module, "cast_predicate", lambda _: True)
@@ -192,7 +194,7 @@ def check(name: str) -> dict[str, Any]:
     row: dict[str, Any] = {"module": name, **dict.fromkeys(COLUMNS, False), "reason": ""}
     try:
         module = make_module(name)
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 (SystemExit too)
         row["reason"] = f"cannot be made: {_short(error)}"
         row["trace"] = traceback.format_exc()
         return row
@@ -266,7 +268,7 @@ def check(name: str) -> dict[str, Any]:
         try:
             part()
             row[column] = True
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 (SystemExit too)
             row["reason"] = row["reason"] or f"{column}: {_short(error)}"
             row.setdefault("trace", traceback.format_exc())
             if "model" not in shared:
