@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from converters.functional.offsets import Offset
-from funcrt.cache import CacheState, Placement, give_sight, write
+from funcrt.cache import CacheState, Placement, give_sight, write, write_rows
 
 import mlx.core as mx
 
@@ -81,6 +81,10 @@ class Call:
     def state(self) -> CacheState:
         """The state after the call, in the order of the old one."""
         new = {"lengths": self.placement.lengths, **self.new}
+        if "positions" in self.old:
+            step = mx.arange(self.tokens, dtype=mx.int32)
+            slots = self.placement.offset[:, None] + step
+            new["positions"] = write_rows(self.old["positions"], slots, self.placement.slots)
         return {name: new.get(name, array) for name, array in self.old.items()}
 
 

@@ -29,7 +29,7 @@ class Layout(NamedTuple):
         entries: the arrays, `lengths` first.
         vocab_size: V of the logits.
         dtype: of the logits.
-        masks: whether the module asked a cache which tokens are real.
+        recurrent: whether anything is kept that is replaced at every call.
     """
 
     entries: CacheSpec
@@ -131,9 +131,12 @@ def record(module: Module, make_caches: MakeCaches) -> Layout:
                     f"{name}: {list(known[name].shape)} {known[name].dtype} in one call and "
                     f"{list(entry.shape)} {entry.dtype} in another; it needs one fixed shape"
                 )
-    lengths = CacheEntry("lengths", ("B",), "int32")
+    entries = [CacheEntry("lengths", ("B",), "int32"), *known.values()]
+    if not any("S" in entry.shape for entry in entries):
+        # Nothing has slots. With one small array that does, capacities mean the same everywhere.
+        entries.insert(1, CacheEntry("positions", ("B", "S"), "int32"))
     return Layout(
-        (lengths, *known.values()),
+        tuple(entries),
         logits.shape[2],
         _DTYPES[logits.dtype],
         any(entry.kind == "recurrent" for entry in known.values()),

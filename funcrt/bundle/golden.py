@@ -55,7 +55,9 @@ class Recorder:
         self._model = model
         self._plan = plan
         self._kv_bits = kv_bits
-        self._cases = make_layout(plan, model.vocab_size)
+        spec = model.cache_spec(model.choose_layout(plan, kv_bits))
+        hides = all(entry.kind != "recurrent" for entry in spec)
+        self._cases = make_layout(plan, model.vocab_size, hides)
         self._references = References(self._cases)
 
     @property

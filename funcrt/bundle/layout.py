@@ -73,16 +73,21 @@ class Case:
     calls: list[Call]
 
 
-def make_layout(plan: BucketPlan, vocab_size: int) -> list[Case]:
-    """Every function of the plan in every bucket, once."""
+def make_layout(plan: BucketPlan, vocab_size: int, hides: bool = True) -> list[Case]:
+    """Every function of the plan in every bucket, once.
+
+    `hides` says whether calls may hide a cached slot, which recurrent layers cannot take.
+    """
     return [
-        _make_case(plan, batch, capacity, vocab_size)
+        _make_case(plan, batch, capacity, vocab_size, hides)
         for batch in plan.batch
         for capacity in plan.capacity
     ]
 
 
-def _make_case(plan: BucketPlan, batch: int, capacity: int, vocab_size: int) -> Case:
+def _make_case(
+    plan: BucketPlan, batch: int, capacity: int, vocab_size: int, hides: bool
+) -> Case:
     case = Case(batch, capacity, [])
     rows: list[Row] = []
     for number, (function, tokens) in enumerate(_order(plan)):
@@ -97,7 +102,7 @@ def _make_case(plan: BucketPlan, batch: int, capacity: int, vocab_size: int) -> 
         if function in VERIFYING:
             call = _make_guesses(function, tokens, fresh, rows, valid, vocab_size)
         else:
-            call = _make_call(function, tokens, fresh, rows, valid, vocab_size)
+            call = _make_call(function, tokens, fresh, rows, valid, vocab_size, hides)
         case.calls.append(call)
     if capacity == plan.capacity[0]:  # what has no cache: once per batch is enough
         case.calls += [_make_stateless(name, case.calls[-1]) for name in ("sample", "top")]
@@ -134,12 +139,13 @@ def _pattern(row: int, number: int, tokens: int, batch: int, most: int) -> list[
 
 
 def _make_call(
-    function: str, tokens: int, fresh: bool, rows: list[Row], valid: list[list[bool]], vocab: int
-) -> Call:
+    function: str, tokens: int, fresh: bool, rows: list[Row], valid: list[list[bool]], vocab: int,
+    hides: bool,
+) -> Call:  # fmt: skip
     call = Call(function, tokens, fresh, [], valid, [], [], [])
     for index, (row, real) in enumerate(zip(rows, valid, strict=True)):
         past = len(row.steps)
-        hidden = past // 2 if function == "forward" and past else -1
+        hidden = past // 2 if hides and function == "forward" and past else -1
         ids = []
         for place, is_real in enumerate(real):
             if is_real:

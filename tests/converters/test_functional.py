@@ -165,11 +165,25 @@ def test_positions_and_packed_caches_are_refused(model: Model) -> None:
 
 def test_trees_are_refused_by_recurrent_modules() -> None:
     model = converters.functionalize(make_module("mamba2"))
-    state = model.init_cache(1, 1)
-    blind = mx.zeros((1, 1, 2, 1), mx.bool_)
-    logits, after = model.forward(model.params, mx.array([[5, 6]], dtype=mx.int32), blind, state)
-    assert mx.isfinite(logits).all().item()  # padding only: the state stays
-    assert all(mx.array_equal(after[name], array).item() for name, array in state.items())
+    state = model.init_cache(1, 8)
+    tokens = mx.array([[5, 6, 7]], dtype=mx.int32)
+    mask = masks.from_tree(mx.array([[-1, 0, 0]]), state["lengths"], 8)[0]
+    with pytest.raises(InputError, match="causal masks with padding only"):
+        model.forward(model.params, tokens, mask, state)
+
+
+def test_a_row_of_padding_leaves_a_recurrent_state_as_it_is() -> None:
+    model = converters.functionalize(make_module("mamba2"))
+    state = model([ROWS[0]])[1]
+    tokens, capacity = mx.array([[5, 6]], dtype=mx.int32), state["positions"].shape[1]
+    blind = mx.zeros((1, 1, 2, capacity), mx.bool_)
+    logits, after = model.forward(model.params, tokens, blind, state)
+    assert mx.isfinite(logits).all().item()
+    for name, array in state.items():
+        kept = array[:, :-1] if name == "positions" else array  # the scratch slot may change
+        assert mx.array_equal(
+            after[name][:, : kept.shape[1]] if kept.ndim > 1 else after[name], kept
+        ).item()
 
 
 class Tiny(nn.Module):
