@@ -22,7 +22,8 @@ _HELP = {
     "Contiguous": "leave mx.contiguous out: it changes no values",
     "BitwiseInvert": "write `x ^ -1` for `~x` of integers",
     "CustomKernel": "give the kernel a form in MLX operations for every other device",
-    "ConvertFP8": "store the weights in another format: 8-bit floats do not export",
+    "ToFP8": "keep activations in another format: 8-bit floats do not export",
+    "FromFP8": "store the weights in another format: 8-bit floats do not export",
     "AllReduce": "make the model without a group: collectives do not export",
     "AllGather": "make the model without a group: collectives do not export",
     "Send": "make the model without a pipeline: collectives do not export",
@@ -118,7 +119,7 @@ def _export(function: Any, arrays: list[mx.array], counts: Counter[str]) -> str 
 
 
 def _find_layer(model: Model, arguments: _Arguments, primitive: str) -> str:
-    """The first module, innermost first, whose output needs the primitive."""
+    """The module that makes the first array that needs the primitive, in the order of calls."""
     if not isinstance(model.family, ModuleFamily):
         return ""
     module: Any = model.family.binding.module
@@ -168,6 +169,14 @@ def _rebuild(arguments: _Arguments, flat: tuple[mx.array, ...]) -> list[Any]:
     ]  # fmt: skip
 
 
+def _outside(name: str) -> str:
+    """The module that calls the one of a name, past lists of modules."""
+    parts = name.split(".")[:-1]
+    while parts and (parts[-1].isdigit() or parts[-1] in ("layers", "h", "blocks", "experts")):
+        parts.pop()
+    return ".".join(parts)
+
+
 @contextmanager
 def _watched(
     module: Any, names: dict[int, str], seen: list[str], found: list[mx.array]
@@ -177,12 +186,17 @@ def _watched(
     originals = {kind: kind.__dict__["__call__"] for kind in kinds if "__call__" in kind.__dict__}
 
     def watch(original: Any) -> Any:
-        def call(self: Any, *args: Any, **options: Any) -> Any:
-            result = original(self, *args, **options)
-            for array in result if isinstance(result, tuple) else (result,):
+        def note(name: str, arrays: tuple[Any, ...]) -> None:
+            for array in arrays:
                 if isinstance(array, mx.array):
-                    seen.append(names.get(id(self), ""))
+                    seen.append(name)
                     found.append(array)
+
+        def call(self: Any, *args: Any, **options: Any) -> Any:
+            name = names.get(id(self), "")
+            note(_outside(name), args)  # what it is given, its caller has made
+            result = original(self, *args, **options)
+            note(name, result if isinstance(result, tuple) else (result,))
             return result
 
         return call

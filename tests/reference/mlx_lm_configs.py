@@ -148,8 +148,8 @@ SPECIAL: dict[str, Special] = {
     "kimi_k25": _text("deepseek_v3"),
     "kimi_vl": _text("kimi_vl", "TextArgs"),
     "llama4": _text(
-        "llama4", "TextArgs", num_experts_per_tok=1, interleave_moe_layer_step=2, floor_scale=4, attn_scale=0.1,
-        attn_temperature_tuning=4, rope_scaling=None,
+        "llama4", "TextArgs", num_experts_per_tok=1, interleave_moe_layer_step=2, floor_scale=4,
+        attn_scale=0.1, attn_temperature_tuning=4, rope_scaling=None,
     ),
     "mistral3": _text("llama"),
     "pixtral": _text("llama"),
@@ -184,6 +184,8 @@ SPECIAL: dict[str, Special] = {
     "lfm2-vl": _text("lfm2", **LFM2),
     "lfm2_moe": {"use_expert_bias": True, "layer_types": ["conv", FULL] * 2},
     "llama4_text": {"no_rope_layers": [1, 1, 1, 0]},
+    "longcat_flash": {"num_layers": 2},  # two attentions each; more of them amplify rounding
+    "longcat_flash_ngram": {"num_layers": 2},
     "mellum": {"rope_parameters": BY_TYPE},
     "mimo_v2_flash": {
         "hybrid_layer_pattern": [0, 1, 0, 1], "add_swa_attention_sink_bias": True,
