@@ -11,6 +11,7 @@ from typing import Any
 
 from converters.functional.binding import Binding
 from converters.functional.caches import Call
+from converters.functional.head import stopping_at
 from converters.functional.layout import Layout, MakeCaches, record
 from converters.functional.pure import pure
 from funcrt.cache import (
@@ -87,7 +88,10 @@ class ModuleFamily(ModuleType):
         cache_state: CacheState,
         positions: mx.array | None = None,
     ) -> tuple[mx.array, CacheState]:
-        """The logits: modules return nothing earlier. Raises InputError for positions."""
+        """What the last projection takes; the logits, where a module does more after it.
+
+        Raises InputError for positions.
+        """
         check_call(tokens, mask, cache_state, positions)
         if positions is not None:
             raise InputError(
@@ -99,27 +103,32 @@ class ModuleFamily(ModuleType):
             check_recurrent(call)
         ids = mx.where(call.real, pack(tokens, call), 0)  # whatever stands at padding
         if self.by_token and tokens.shape[1] > 1:
-            logits, state = self._run_by_token(params, ids, call, cache_state)
+            x, state = self._run_by_token(params, ids, call, cache_state)
         else:
-            logits, state = self._run(params, ids, call, cache_state)
-        return unpack(logits, call), state
+            x, state = self._run(params, ids, call, cache_state)
+        return unpack(x, call), state
 
     def unembed(self, config: ModelConfig, params: Params, x: mx.array) -> mx.array:
-        """The logits are there already."""
-        return x
+        """The last projection; nothing where the logits are there already."""
+        if self.layout.head is None:
+            return x
+        with self.binding.bound(params):
+            return self.layout.head(x)
 
     def _run(
         self, params: Params, ids: mx.array, placement: Placement, state: CacheState
     ) -> tuple[mx.array, CacheState]:
         call = Call(placement, state)
-        with self.binding.bound(params) as module, pure(call), _named_lines(module):
-            logits = module(ids, cache=self.make_caches(call))
-        return logits, call.state()
+        x: list[mx.array] = []
+        with self.binding.bound(params) as module, pure(call), _named_lines(module):  # noqa: SIM117
+            with stopping_at(self.layout.head, x):
+                x.append(module(ids, cache=self.make_caches(call)))
+        return x[0], call.state()
 
     def _run_by_token(
         self, params: Params, ids: mx.array, call: Placement, state: CacheState
     ) -> tuple[mx.array, CacheState]:
-        logits = []
+        outputs = []
         for t in range(ids.shape[1]):
             here = slice(t, t + 1)
             offset = state["lengths"]
@@ -132,9 +141,9 @@ class ModuleFamily(ModuleType):
                 offset=offset,
                 lengths=offset + call.real[:, t].astype(mx.int32),
             )
-            row, state = self._run(params, ids[:, here], one, state)
-            logits.append(row)
-        return mx.concatenate(logits, axis=1), state
+            x, state = self._run(params, ids[:, here], one, state)
+            outputs.append(x)
+        return mx.concatenate(outputs, axis=1), state
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from converters.functional.caches import Call, Entries, Several, Slots
+from converters.functional.head import Head, Watch
 from converters.functional.pure import pure
 from funcrt.cache import CacheEntry, CacheSpec, place
 from funcrt.errors import ModuleError
@@ -30,12 +31,14 @@ class Layout(NamedTuple):
         vocab_size: V of the logits.
         dtype: of the logits.
         recurrent: whether anything is kept that is replaced at every call.
+        head: the last projection, where it gives the logits as they are.
     """
 
     entries: CacheSpec
     vocab_size: int
     dtype: str
     recurrent: bool
+    head: Head | None
 
 
 def make_stand_ins(caches: Sequence[Any]) -> MakeCaches:
@@ -120,7 +123,8 @@ def record(module: Module, make_caches: MakeCaches) -> Layout:
     known: dict[str, CacheEntry] = {}
     for tokens in (_TOKENS, _TOKENS, 1):  # from nothing, from something, one token
         call = _Recording(tokens, known)
-        with pure(call):
+        watch = Watch()
+        with pure(call), watch.watching():
             logits = module(mx.zeros((_BATCH, tokens), mx.int32), cache=make_caches(call))
         if not isinstance(logits, mx.array) or logits.shape[:2] != (_BATCH, tokens):
             what = getattr(logits, "shape", type(logits).__name__)
@@ -140,4 +144,5 @@ def record(module: Module, make_caches: MakeCaches) -> Layout:
         logits.shape[2],
         _DTYPES[logits.dtype],
         any(entry.kind == "recurrent" for entry in known.values()),
+        watch.head_of(logits),
     )

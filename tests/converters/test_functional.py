@@ -150,6 +150,18 @@ def test_windows_experts_and_padding_matter() -> None:
         assert relative_error(run_module(make_module(name, **changes), ROWS[0], 23), base) > 0.01
 
 
+def test_prompts_take_the_last_projection_for_one_token() -> None:
+    for name, splits in (("llama", True), ("gemma2", False), ("mamba2", True)):
+        model = converters.functionalize(make_module(name))
+        state = model.init_cache(1, 32)
+        tokens = mx.array([ROWS[1]], dtype=mx.int32)
+        mask = masks.causal(mx.ones_like(tokens), state["lengths"], 32)
+        x, _ = model.family.hidden(model.config, model.params, tokens, mask, state)
+        assert x.shape == (1, len(ROWS[1]), model.config.hidden_size if splits else 101)
+        logits = model.family.unembed(model.config, model.params, x[:, -1])
+        assert relative_error(logits, model([ROWS[1]])[0][:, -1]) < TOLERANCE
+
+
 # --- what is refused -----------------------------------------------------------------------------
 
 

@@ -30,7 +30,7 @@ def list_modules() -> list[str]:
     assert spec is not None
     assert spec.submodule_search_locations is not None
     folder = Path(spec.submodule_search_locations[0]) / "models"
-    return [path.stem for path in sorted(folder.glob("*.py")) if _has_model(path)]
+    return sorted(path.stem for path in folder.glob("*.py") if _has_model(path))
 
 
 def _has_model(path: Path) -> bool:
