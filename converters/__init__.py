@@ -52,15 +52,19 @@ def load(
     if via not in (None, "mlx_lm"):
         raise ValueError(f"via: expected 'mlx_lm' or None, got {via!r}")
     try:
+        from converters import hub
         from converters.checkpoint import make_model
 
         names = (ignore,) if isinstance(ignore, str) else tuple(ignore)
-        folder = _find_module(source, via)
-        if folder is not None:
+        place, remote = _locate(source)
+        if _goes_through_mlx_lm(place, via):
             from converters.functional import loading
 
-            return loading.load(folder, dtype, names)
-        return make_model(_read(source, names), dtype, names)
+            if remote:
+                loading.check(place)
+                place = hub.download(str(source), hub.SMALL + hub.WEIGHTS)
+            return loading.load(place, dtype, names)
+        return make_model(_read(source, place, remote, names), dtype, names)
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in (
             "gguf",
@@ -74,46 +78,47 @@ def load(
         ) from None
 
 
-def _find_module(source: str | Path, via: str | None) -> Path | None:
-    """The folder to read through mlx-lm, downloaded if need be; None if it is not to be used."""
-    from converters import hub, huggingface
-    from converters.functional import mlx_lm_source
-    from funcrt.models import FAMILIES
-    from funcrt.storage import load_json
+def _locate(source: str | Path) -> tuple[Path, bool]:
+    """What to read, and whether only its small files are there: the rest is on the hub."""
+    from converters import hub
 
     path = Path(source).expanduser()
-    remote = not path.exists() and isinstance(source, str) and hub.is_hub_id(source)
-    if not path.is_dir() and not remote:
-        if via is not None:
-            raise SourceError(f"{source}: mlx-lm reads folders and hub ids only")
-        return None
-    folder = hub.download(str(source), hub.SMALL) if remote else path
-    if not (folder / huggingface.CONFIG).is_file():
-        return None
-    config = load_json(folder / huggingface.CONFIG)
-    if via is None and (
-        config.get("model_type") in FAMILIES or not mlx_lm_source.has_module(config)
-    ):
-        return None
-    mlx_lm_source.check_version()
-    return hub.download(str(source), hub.SMALL + hub.WEIGHTS) if remote else folder
-
-
-def _read(source: str | Path, ignore: Collection[str]) -> Checkpoint:
-    from converters import gguf, hub, huggingface
-
-    path = Path(source).expanduser()
-    if path.is_dir():
-        return huggingface.read(path, ignore)
-    if path.suffix == ".safetensors" and path.exists():
-        raise SourceError(f"{path} holds tensors only: pass its folder, which has config.json too")
     if path.exists():
-        return gguf.read(path, ignore)
+        return path, False
     if not isinstance(source, str) or not hub.is_hub_id(source):
         raise SourceError(
             f"{source} is neither an existing file or folder nor a hub id (owner/name): "
             "check the path"
         )
     # The small files first: an unsupported model is refused before its weights are downloaded.
-    huggingface.check_config(hub.download(source, hub.SMALL), ignore)
-    return huggingface.read(hub.download(source, hub.SMALL + hub.WEIGHTS), ignore)
+    return hub.download(source, hub.SMALL), True
+
+
+def _goes_through_mlx_lm(place: Path, via: str | None) -> bool:
+    from converters import huggingface
+    from converters.functional import mlx_lm_source
+    from funcrt.models import FAMILIES
+    from funcrt.storage import load_json
+
+    if via is not None:
+        if not (place / huggingface.CONFIG).is_file():
+            raise SourceError(f"{place}: mlx-lm reads folders with a {huggingface.CONFIG} only")
+        mlx_lm_source.check_version()
+        return True
+    if not (place / huggingface.CONFIG).is_file():
+        return False
+    config = load_json(place / huggingface.CONFIG)
+    return config.get("model_type") not in FAMILIES and mlx_lm_source.has_module(config)
+
+
+def _read(source: str | Path, place: Path, remote: bool, ignore: Collection[str]) -> Checkpoint:
+    from converters import gguf, hub, huggingface
+
+    if remote:
+        huggingface.check_config(place, ignore)
+        return huggingface.read(hub.download(str(source), hub.SMALL + hub.WEIGHTS), ignore)
+    if place.is_dir():
+        return huggingface.read(place, ignore)
+    if place.suffix == ".safetensors":
+        raise SourceError(f"{place} holds tensors only: pass its folder, which has config.json too")
+    return gguf.read(place, ignore)

@@ -19,6 +19,12 @@ from funcrt.text import Tokenizer
 import mlx.core as mx
 
 
+def check(folder: Path) -> None:
+    """Raise what `load` would raise for a folder's config.json, without any weights."""
+    config = load_json(folder / huggingface.CONFIG)
+    functionalize(mlx_lm_source.make_module(config), config)
+
+
 def load(folder: Path, dtype: mx.Dtype | str | None = None, ignore: Collection[str] = ()) -> Model:
     """The model of a checkpoint folder, functionalized.
 
