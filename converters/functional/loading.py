@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from converters import huggingface
-from converters.functional import mlx_lm_source
+from converters.functional import functionalize, mlx_lm_source
 from converters.functional.binding import Binding
 from converters.functional.family import ModuleFamily
 from converters.functional.layout import make_stand_ins
 from converters.functional.model import make_model
 from funcrt.model import Model
 from funcrt.params import FLOATS, choose_dtype
+from funcrt.storage import load_json
 from funcrt.text import Tokenizer
 
 import mlx.core as mx
