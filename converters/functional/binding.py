@@ -29,7 +29,11 @@ class Binding:
         self.module = module
         self._lock = threading.RLock()
         self._places: dict[str, tuple[Any, Any]] = {}
+        self._constants: list[tuple[Any, Any, mx.array]] = []
         self._find(module, "", set())
+        # In row order: constants in another one would be exported silently wrong.
+        self._rows = [mx.contiguous(value) for _, _, value in self._constants]
+        mx.eval(self._rows)
 
     def _find(self, tree: Any, prefix: str, seen: set[int]) -> None:
         if id(tree) in seen:
@@ -37,6 +41,8 @@ class Binding:
         seen.add(id(tree))
         for key, value in _items(tree):
             if isinstance(tree, Module) and str(key).startswith("_"):
+                if isinstance(value, mx.array):
+                    self._constants.append((tree, key, value))
                 continue
             if isinstance(value, mx.array):
                 if not isinstance(tree, tuple):
@@ -60,6 +66,9 @@ class Binding:
             saved = _save(self.module)
             try:
                 self.replace(params)
+                for (tree, key, value), rows in zip(self._constants, self._rows, strict=True):
+                    if dict_get(tree, key) is value:
+                        _put(tree, key, rows)
                 yield self.module
             finally:
                 _restore(saved)

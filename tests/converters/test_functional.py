@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 pytest.importorskip("mlx_lm")
 
 import converters
+import funcrt
 from converters.functional import mlx_lm_source
 from funcrt import masks
 from funcrt.buckets import BucketPlan
@@ -213,6 +215,18 @@ class Tiny(nn.Module):
         return self.inner(tokens, cache=cache)
 
 
+class Shifts(Tiny):
+    """Adds a constant that is not in row order, which MLX would export wrong."""
+
+    def __init__(self, args: llama.ModelArgs) -> None:
+        super().__init__(args)
+        self._shift = mx.arange(101 * 2, dtype=mx.float32).reshape(101, 2).T
+        mx.eval(self._shift)
+
+    def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
+        return super().__call__(tokens, cache) + self._shift[:1]
+
+
 class Reads(Tiny):
     def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
         logits = super().__call__(tokens, cache)
@@ -236,6 +250,19 @@ class Hidden(Tiny):
 @pytest.fixture
 def args(module: nn.Module) -> Any:
     return module.args
+
+
+def test_constants_are_exported_in_row_order(args: Any, tmp_path: Path) -> None:
+    module = Shifts(args)
+    model = converters.functionalize(module)
+    state = model.init_cache(1, 8)
+    tokens = mx.array([[5, 6]], dtype=mx.int32)
+    mask = masks.causal(mx.ones((1, 2)), state["lengths"], 8)
+    flat = funcrt.flatten(model.forward, model.params, tokens, mask, state)[0]
+    arrays = [*model.params.values(), tokens, mask, *state.values()]
+    mx.export_function(str(tmp_path / "f.mlxfn"), flat, *arrays)
+    logits = mx.import_function(str(tmp_path / "f.mlxfn"))(*arrays)[0]
+    assert relative_error(logits, module(tokens)) < TOLERANCE
 
 
 def test_reading_values_is_refused_with_the_line(args: Any) -> None:
