@@ -43,7 +43,7 @@ def functionalize(module: Module, config: Mapping[str, Any] | None = None) -> Mo
     if not callable(module):
         raise ModuleError(f"expected a module of mlx-lm, got {type(module).__name__}")
     caches = mlx_lm_source.make_caches(module)
-    binding = Binding(module)
+    binding = Binding(module, mlx_lm_source.dense_kinds())
     by_token = mlx_lm_source.needs_single_tokens(module, caches)
     family = ModuleFamily(binding, make_stand_ins(caches), binding.params(), by_token)
     return make_model(family, config)

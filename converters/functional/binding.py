@@ -18,15 +18,21 @@ _OPAQUE = (type, mx.array, str, bytes, int, float, complex, bool, type(None))
 class Binding:
     """The parameters of a module, by name, and the way to put others in their place.
 
+    Layers with packed weights also take dense ones: where a dict has no scales for one, it is a
+    dense layer for the time of the call.
+
     Args:
         module: left as it was found after every use, whatever happened.
+        dense_kinds: kinds of layers with packed weights, and their dense equivalents.
 
     Attributes:
-        names: where each parameter is; one that is reached by several names has the first.
+        packed: name -> layer with packed weights (affine) that can be a dense one.
     """
 
-    def __init__(self, module: Module) -> None:
+    def __init__(self, module: Module, dense_kinds: Mapping[type, type] | None = None) -> None:
         self.module = module
+        self._dense_kinds = dense_kinds or {}
+        self.packed: dict[str, Any] = {}
         self._lock = threading.RLock()
         self._places: dict[str, tuple[Any, Any]] = {}
         self._constants: list[tuple[Any, Any, mx.array]] = []
@@ -39,6 +45,9 @@ class Binding:
         if id(tree) in seen:
             return
         seen.add(id(tree))
+        affine = getattr(tree, "mode", "affine") == "affine"
+        if type(tree) in self._dense_kinds and affine and dict.get(tree, "biases") is not None:
+            self.packed[prefix.removesuffix(".")] = tree
         for key, value in _items(tree):
             if isinstance(tree, Module) and str(key).startswith("_"):
                 if isinstance(value, mx.array):
@@ -57,20 +66,29 @@ class Binding:
     def replace(self, params: Mapping[str, mx.array]) -> None:
         """Give the module other parameters for good."""
         for name, (tree, key) in self._places.items():
-            _put(tree, key, params[name])
+            if name in params:
+                _put(tree, key, params[name])
+            else:
+                dict.pop(tree, key)  # scales and biases of what is dense now
 
     @contextmanager
     def bound(self, params: Mapping[str, mx.array]) -> Iterator[Module]:
         """The module with `params` in it; what it was is restored at the end."""
         with self._lock:
             saved = _save(self.module)
+            dense = [part for name, part in self.packed.items() if f"{name}.scales" not in params]
+            kinds = [(part, type(part)) for part in dense]
             try:
                 self.replace(params)
+                for part, kind in kinds:
+                    part.__class__ = self._dense_kinds[kind]
                 for (tree, key, value), rows in zip(self._constants, self._rows, strict=True):
                     if dict_get(tree, key) is value:
                         _put(tree, key, rows)
                 yield self.module
             finally:
+                for part, kind in kinds:
+                    part.__class__ = kind
                 _restore(saved)
 
 

@@ -43,7 +43,7 @@ def load(folder: Path, dtype: mx.Dtype | str | None = None, ignore: Collection[s
     huggingface.check_weights(folder)
     module, config = mlx_lm_source.load_module(folder)
     caches = mlx_lm_source.make_caches(module)
-    binding = Binding(module)
+    binding = Binding(module, mlx_lm_source.dense_kinds())
     binding.replace(_cast(module, binding.params(), dtype))
     params = binding.params()
     by_token = mlx_lm_source.needs_single_tokens(module, caches)

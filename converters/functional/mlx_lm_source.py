@@ -13,7 +13,9 @@ from typing import Any
 from funcrt.errors import ConfigError, SourceError
 
 from mlx.nn.layers.base import Module
-from mlx.nn.layers.quantized import quantize
+from mlx.nn.layers.embedding import Embedding
+from mlx.nn.layers.linear import Linear
+from mlx.nn.layers.quantized import QuantizedEmbedding, QuantizedLinear, quantize
 
 OLDEST, NEWEST = (0, 32, 0), (0, 33, 0)  # from the first on, before the second
 INSTALL = "pip install 'funcrt[mlx-lm]'"
@@ -64,6 +66,19 @@ def needs_single_tokens(module: Module, caches: Sequence[Any]) -> bool:
     ]
     name = type(module).__module__.rpartition(".")[2]
     return name not in LEAVE_PADDING_OUT and any(isinstance(part, ArraysCache) for part in flat)
+
+
+def dense_kinds() -> dict[type, type]:
+    """Kinds of layers with packed weights, and the same with dense ones."""
+    check_version()
+    from mlx_lm.models import mla, switch_layers
+
+    return {
+        QuantizedLinear: Linear,
+        QuantizedEmbedding: Embedding,
+        switch_layers.QuantizedSwitchLinear: switch_layers.SwitchLinear,
+        mla.QuantizedMultiLinear: mla.MultiLinear,
+    }
 
 
 def make_module(config: Mapping[str, Any]) -> Module:

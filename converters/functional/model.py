@@ -13,7 +13,7 @@ from funcrt import params as weights
 from funcrt.config import ModelConfig, RopeConfig
 from funcrt.errors import ParamsError
 from funcrt.model import Model
-from funcrt.params import FLOATS, Params, Preparation
+from funcrt.params import Params, Preparation, Quantization
 from funcrt.text import Tokenizer
 
 import mlx.core as mx
@@ -39,7 +39,7 @@ class ModuleConfig(ModelConfig):
 class FunctionalModel(Model):
     """A module of mlx-lm in the form of every other model.
 
-    Its params have the module's own names, shapes and dtypes, and are used as they are.
+    Its params have the module's own names, shapes and dtypes.
     """
 
     family: ModuleFamily
@@ -47,6 +47,11 @@ class FunctionalModel(Model):
     def _check_params(self, params: Mapping[str, mx.array]) -> Params:
         """The same arrays in the module's order. Raises ParamsError naming all that differ."""
         expected = self.family.binding.params()
+        for name in self.family.binding.packed:
+            if f"{name}.scales" not in params and f"{name}.weight" in params:
+                expected.pop(f"{name}.scales")
+                expected.pop(f"{name}.biases")
+                expected[f"{name}.weight"] = params[f"{name}.weight"]  # dense
         problems = [f"missing: {name}" for name in expected if name not in params]
         problems += [f"unknown: {name}" for name in params if name not in expected]
         for name, array in expected.items():
@@ -59,19 +64,29 @@ class FunctionalModel(Model):
 
     @cached_property
     def preparation(self) -> Preparation:
-        """None is needed."""
-        return Preparation(self.config.dtype, dequantize=False, fusions={})
+        """Dense weights where packed ones are slow; nothing is cast or fused."""
+        return weights.choose_preparation(self.config.dtype, self.params, {})
 
     def prepare(self, stored: Params) -> Params:
-        """The same: a module computes with what it has."""
-        return dict(stored)
+        """The same weights, packed ones expanded where this device multiplies those faster."""
+        return self._dense(stored) if self.preparation.dequantize else dict(stored)
+
+    def _dense(self, stored: Params) -> Params:
+        """Pure: packed matrices expanded, in the dtype of their scales."""
+        dense = dict(stored)
+        for name, layer in self.family.binding.packed.items():
+            if f"{name}.scales" not in stored:
+                continue
+            packing = Quantization(layer.bits, layer.group_size)
+            scales = dense.pop(f"{name}.scales")
+            del dense[f"{name}.biases"]
+            expanded = weights.dequantize(stored, name, packing)
+            dense[f"{name}.weight"] = expanded.astype(scales.dtype)
+        return dense
 
     def in_float32(self) -> Model:
-        """The same module over float32 weights; packed ones stay packed."""
-        params = {
-            name: array.astype(mx.float32) if array.dtype in FLOATS.values() else array
-            for name, array in self.params.items()
-        }
+        """The same module over dense float32 weights."""
+        params = weights.cast(self._dense(self.params), "float32")
         old = self.family
         family = ModuleFamily(old.binding, old.make_caches, params, old.by_token)
         config = dataclasses.replace(self.config, dtype=family.layout.dtype)
@@ -126,6 +141,3 @@ def make_model(
     """The model of a family made of a module."""
     params = family.binding.params()
     return FunctionalModel(describe(family, params, config), params, tokenizer, family)
-
-
-__all__ = ["FunctionalModel", "ModuleConfig", "describe", "make_model", "weights"]

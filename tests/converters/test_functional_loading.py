@@ -81,23 +81,28 @@ def test_a_saved_model_is_read_again(tmp_path: Path) -> None:
     assert load_model(tmp_path / "b")[1]["model_type"] == "gemma2"
 
 
-def test_quantized_checkpoints(tmp_path: Path) -> None:
-    module = make_module("qwen2")
-    nn.quantize(module, group_size=32, bits=4)
-    folder = tmp_path / "a"
-    folder.mkdir()
-    mx.save_safetensors(
-        str(folder / "model.safetensors"),
-        dict(tree_flatten(module.parameters())),
-        {"format": "mlx"},
-    )
+@pytest.mark.parametrize("name", ["qwen2", "qwen2_moe", "deepseek_v3"])
+def test_quantized_checkpoints(tmp_path: Path, name: str) -> None:
+    """Packed as stored; dense as prepared, on a CPU; both are what mlx-lm computes."""
+    module = make_module(name)
+    nn.quantize(
+        module, 32, 4,
+        class_predicate=lambda _, m: hasattr(m, "to_quantized") and m.weight.shape[-1] % 32 == 0,
+    )  # fmt: skip
+    params = dict(tree_flatten(module.parameters()))
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), params, {"format": "mlx"})
     packing = {"group_size": 32, "bits": 4}
-    config = {**make_config("qwen2"), "quantization": packing, "quantization_config": packing}
-    (folder / "config.json").write_text(json.dumps(config))
-    model = converters.load(folder)
+    write_config(tmp_path, name, quantization=packing, quantization_config=packing)
+    model = converters.load(tmp_path)
+    theirs = run_module(module, ROW, 23)
     ours = run_model(model, mx.compile(model.forward), [ROW], [23], False)[0]
-    assert relative_error(ours, run_module(module, ROW, 23)) <= TOLERANCE
+    assert relative_error(ours, theirs) <= TOLERANCE
     assert model.params["lm_head.weight"].dtype == mx.uint32
+    assert model.prepared["lm_head.weight"].shape == (101, 64)
+    assert "lm_head.scales" not in model.prepared
+    assert relative_error(model([ROW])[0][0], theirs) <= 1e-4  # products of other roundings
+    assert type(module.lm_head) is nn.QuantizedLinear
+    assert relative_error(model.in_float32()([ROW])[0][0], theirs) <= 1e-4
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
