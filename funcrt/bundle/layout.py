@@ -85,9 +85,7 @@ def make_layout(plan: BucketPlan, vocab_size: int, hides: bool = True) -> list[C
     ]
 
 
-def _make_case(
-    plan: BucketPlan, batch: int, capacity: int, vocab_size: int, hides: bool
-) -> Case:
+def _make_case(plan: BucketPlan, batch: int, capacity: int, vocab_size: int, hides: bool) -> Case:
     case = Case(batch, capacity, [])
     rows: list[Row] = []
     for number, (function, tokens) in enumerate(_order(plan)):
