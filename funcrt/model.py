@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from funcrt import cache, models, steps, storage
@@ -19,6 +18,7 @@ from funcrt.compiled import Compiled
 from funcrt.config import ModelConfig
 from funcrt.errors import CacheError, PublishError, SourceError
 from funcrt.flat import FlatFunction, flatten
+from funcrt.models.family import Family
 from funcrt.params import Params, Preparation
 from funcrt.publish import Kind, publish, staging
 from funcrt.text import TOKENIZER_FILES, Tokenizer
@@ -61,9 +61,9 @@ class Model(CallForm):
         config: ModelConfig,
         params: Mapping[str, mx.array],
         tokenizer: Tokenizer | None = None,
-        family: ModuleType | None = None,
+        family: Family | None = None,
     ) -> None:
-        self.family = family or models.family(config.model_type)
+        self.family: Family = family or models.family(config.model_type)
         self.config = config
         self.spec = self.family.param_spec(config)
         self.params = self._check_params(params)
@@ -132,7 +132,7 @@ class Model(CallForm):
     def cache_spec(self, layout: CacheLayout) -> CacheSpec:
         """The arrays of a cache state in a layout. Raises CacheError if it is impossible."""
         cache.check_layout(layout)
-        spec: CacheSpec = self.family.cache_spec(self.config, layout)
+        spec = self.family.cache_spec(self.config, layout)
         if layout.kv_bits is not None and not any(entry.kind == "quantized" for entry in spec):
             raise CacheError(
                 f"kv_bits={layout.kv_bits} packs nothing: no layer of this model keeps full keys "

@@ -119,7 +119,7 @@ def _make(config: Mapping[str, Any]) -> tuple[Model, str]:
             name: mx.zeros(shape, getattr(mx, settled.dtype))
             for name, shape in made_by.param_spec(settled).items()
         }
-        return Model(settled, params), made_by.__name__
+        return Model(settled, params), str(getattr(made_by, "__name__", model_type))
     if not mlx_lm_source.has_module(config):
         mlx_lm_source.check_version()
         raise ConfigError(

@@ -6,7 +6,6 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from converters.functional.binding import Binding
@@ -34,7 +33,7 @@ import mlx.core as mx
 _NOT_WHILE_TRACED = "during function transformations"
 
 
-class ModuleFamily(ModuleType):
+class ModuleFamily:
     """`param_spec`, `cache_spec`, `fusions`, `hidden` and `unembed` of one module.
 
     Args:
@@ -48,7 +47,6 @@ class ModuleFamily(ModuleType):
     def __init__(
         self, binding: Binding, make_caches: MakeCaches, params: Params, by_token: bool
     ) -> None:
-        super().__init__(type(binding.module).__module__)
         self.binding = binding
         self.make_caches = make_caches
         self.by_token = by_token
