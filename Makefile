@@ -5,7 +5,7 @@ SYSTEM := $(shell uname -s)
 # On macOS the plain wheel is the Metal one. On Linux with an NVIDIA card: make EXTRA=cuda ...
 EXTRA  ?= $(if $(filter Linux,$(SYSTEM)),cpu,)
 comma  := ,
-EXTRAS := $(if $(EXTRA),$(EXTRA)$(comma))convert,dev
+EXTRAS := $(if $(EXTRA),$(EXTRA)$(comma))convert,dev,mlx-lm
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 UV_PIN := 0.13.9
@@ -15,11 +15,11 @@ MIN_PYTHON := import sys; sys.exit(sys.version_info < (3, 10))
 CANDIDATES := python3 python3.13 python3.12 python3.11 python3.10 python
 PYTHON ?= $(shell for p in $(CANDIDATES); do $$p -c '$(MIN_PYTHON)' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help demo test test-long lint format bench bench-full reference pins clean
+.PHONY: help demo test test-long test-all-modules lint format bench bench-full reference pins clean
 .DEFAULT_GOAL := help
 
 help:  ## list these targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-16s %s\n", $$1, $$2 }'
 
 demo: $(VENV)/.installed  ## fetch a small model, convert, export, and chat with it in a new process
 	@$(BIN)/funcrt demo
@@ -30,6 +30,9 @@ PYTEST := OPENBLAS_NUM_THREADS=$${OPENBLAS_NUM_THREADS:-1} $(BIN)/python -m pyte
 
 test: $(VENV)/.installed  ## the tests (minutes)
 	@$(PYTEST)
+
+test-all-modules: $(VENV)/.installed  ## every module of mlx-lm as a pure function, against the committed table (half an hour)
+	@OPENBLAS_NUM_THREADS=$${OPENBLAS_NUM_THREADS:-1} $(BIN)/python -m tests.reference.make_mlx_lm_modules --check
 
 test-long: $(VENV)/.installed  ## the slow tests
 	@$(PYTEST) -m long
@@ -52,7 +55,7 @@ bench-full: bench  ## the same, and whether engines stay as fast and small as th
 
 # torch and transformers stay out of .venv: they are needed only to make the committed golden files again.
 reference: $(VENV)-reference/.installed  ## make the golden files again (installs torch and transformers)
-	@for script in tests/reference/make_*.py; do echo "$$script"; $(VENV)-reference/bin/python "$$script" || exit 1; done
+	@for script in $(filter-out %_mlx_lm_modules.py,$(wildcard tests/reference/make_*.py)); do echo "$$script"; $(VENV)-reference/bin/python "$$script" || exit 1; done
 
 pins:  ## resolve constraints.txt again, for every supported Python and platform
 	@./constraints.sh $(UV_PIN)

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
     import mlx.core as mx
 
-__all__ = ["load"]
+from converters.functional import functionalize
+
+__all__ = ["functionalize", "load"]
 
 
 def load(
@@ -23,8 +25,12 @@ def load(
     dtype: mx.Dtype | str | None = None,
     *,
     ignore: Collection[str] = (),
+    via: str | None = None,
 ) -> Model:
     """Read a model from a GGUF file, a Hugging Face folder, or the hub.
+
+    A `model_type` without a family in `funcrt.models` is read through mlx-lm's module for it, if
+    mlx-lm is installed (`pip install 'funcrt[mlx-lm]'`), see `functionalize`.
 
     Args:
         source: path of a GGUF file or of a folder with config.json and safetensors, or a hub id
@@ -33,18 +39,32 @@ def load(
             keeps tensors as they are stored and computes in what suits the device.
         ignore: names of config keys, GGUF metadata keys and tensors known not to matter for this
             checkpoint, which would otherwise raise; "tokenizer" loads the model without text.
+        via: "mlx_lm" takes mlx-lm's module whatever the model_type; None where there is no family.
 
     Raises:
         SourceError: nothing there, no network, or files that are damaged, incomplete or refused.
         ConfigError: an architecture or a setting that is not supported.
         ParamsError: missing, unknown or misshapen tensors, all listed.
         TextError: a tokenizer that cannot be rebuilt.
+        ModuleError: a module of mlx-lm that cannot be turned into a pure function.
+        ValueError: an unknown `via`.
     """
+    if via not in (None, "mlx_lm"):
+        raise ValueError(f"via: expected 'mlx_lm' or None, got {via!r}")
     try:
+        from converters import hub
         from converters.checkpoint import make_model
 
         names = (ignore,) if isinstance(ignore, str) else tuple(ignore)
-        return make_model(_read(source, names), dtype, names)
+        place, remote = _locate(source)
+        if _goes_through_mlx_lm(place, via):
+            from converters.functional import loading
+
+            if remote:
+                loading.check(place)
+                place = hub.download(str(source), hub.SMALL + hub.WEIGHTS)
+            return loading.load(place, dtype, names)
+        return make_model(_read(source, place, remote, names), dtype, names)
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in (
             "gguf",
@@ -58,21 +78,47 @@ def load(
         ) from None
 
 
-def _read(source: str | Path, ignore: Collection[str]) -> Checkpoint:
-    from converters import gguf, hub, huggingface
+def _locate(source: str | Path) -> tuple[Path, bool]:
+    """What to read, and whether only its small files are there: the rest is on the hub."""
+    from converters import hub
 
     path = Path(source).expanduser()
-    if path.is_dir():
-        return huggingface.read(path, ignore)
-    if path.suffix == ".safetensors" and path.exists():
-        raise SourceError(f"{path} holds tensors only: pass its folder, which has config.json too")
     if path.exists():
-        return gguf.read(path, ignore)
+        return path, False
     if not isinstance(source, str) or not hub.is_hub_id(source):
         raise SourceError(
             f"{source} is neither an existing file or folder nor a hub id (owner/name): "
             "check the path"
         )
     # The small files first: an unsupported model is refused before its weights are downloaded.
-    huggingface.check_config(hub.download(source, hub.SMALL), ignore)
-    return huggingface.read(hub.download(source, hub.SMALL + hub.WEIGHTS), ignore)
+    return hub.download(source, hub.SMALL), True
+
+
+def _goes_through_mlx_lm(place: Path, via: str | None) -> bool:
+    from converters import huggingface
+    from converters.functional import mlx_lm_source
+    from funcrt.models import FAMILIES
+    from funcrt.storage import load_json
+
+    if via is not None:
+        if not (place / huggingface.CONFIG).is_file():
+            raise SourceError(f"{place}: mlx-lm reads folders with a {huggingface.CONFIG} only")
+        mlx_lm_source.check_version()
+        return True
+    if not (place / huggingface.CONFIG).is_file():
+        return False
+    config = load_json(place / huggingface.CONFIG)
+    return config.get("model_type") not in FAMILIES and mlx_lm_source.has_module(config)
+
+
+def _read(source: str | Path, place: Path, remote: bool, ignore: Collection[str]) -> Checkpoint:
+    from converters import gguf, hub, huggingface
+
+    if remote:
+        huggingface.check_config(place, ignore)
+        return huggingface.read(hub.download(str(source), hub.SMALL + hub.WEIGHTS), ignore)
+    if place.is_dir():
+        return huggingface.read(place, ignore)
+    if place.suffix == ".safetensors":
+        raise SourceError(f"{place} holds tensors only: pass its folder, which has config.json too")
+    return gguf.read(place, ignore)

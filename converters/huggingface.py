@@ -50,6 +50,12 @@ def read(folder: Path, ignore: Collection[str] = ()) -> Checkpoint:
     return Checkpoint(config, params, tokenizer)
 
 
+def check_weights(folder: Path) -> None:
+    """Raise SourceError unless a folder has safetensors files with sound headers."""
+    for name, expected in _weight_files(folder).items():
+        _check_header(folder / name, expected)
+
+
 def check_config(folder: Path, ignore: Collection[str] = ()) -> dict[str, Any]:
     """The folder's config.json, once it is known to describe a supported model.
 
@@ -78,6 +84,18 @@ def read_safetensors(path: Path, expected: Iterable[str] = ()) -> Params:
         SourceError: a damaged file, or one without the expected tensors.
         ParamsError: tensors of types that are not supported.
     """
+    kinds = _check_header(path, expected)
+    refused = sorted(f"{name} ({kind})" for name, kind in kinds.items() if kind not in _DTYPES)
+    if refused:
+        raise ParamsError(
+            f"{path} has tensors of types that are not supported: {_listed(refused)}; "
+            f"supported: {', '.join(_DTYPES)}"
+        )
+    return load_arrays(path)
+
+
+def _check_header(path: Path, expected: Iterable[str]) -> dict[str, str]:
+    """The type of each tensor of one file. Raises SourceError, see `read_safetensors`."""
     try:
         with safe_open(path, framework="np") as file:
             kinds = {name: str(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
@@ -88,13 +106,7 @@ def read_safetensors(path: Path, expected: Iterable[str] = ()) -> Params:
     missing = sorted(set(expected) - kinds.keys())
     if missing:
         raise SourceError(f"{path} lacks tensors that the index places there: {_listed(missing)}")
-    refused = sorted(f"{name} ({kind})" for name, kind in kinds.items() if kind not in _DTYPES)
-    if refused:
-        raise ParamsError(
-            f"{path} has tensors of types that are not supported: {_listed(refused)}; "
-            f"supported: {', '.join(_DTYPES)}"
-        )
-    return load_arrays(path)
+    return kinds
 
 
 def _weight_files(folder: Path) -> dict[str, list[str]]:

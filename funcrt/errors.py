@@ -15,6 +15,10 @@ class ParamsError(FuncrtError, ValueError):
     """Weights are missing, unknown, misshapen or of an unusable type."""
 
 
+class ModuleError(FuncrtError, TypeError):
+    """A module cannot be turned into a pure function."""
+
+
 class InputError(FuncrtError, ValueError):
     """Tokens, masks, positions, prompts or sampling settings that a call cannot use."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from funcrt.compiled import Compiled
 from funcrt.config import ModelConfig
 from funcrt.errors import CacheError, PublishError, SourceError
 from funcrt.flat import FlatFunction, flatten
+from funcrt.models.family import Family
 from funcrt.params import Params, Preparation
 from funcrt.publish import Kind, publish, staging
 from funcrt.text import TOKENIZER_FILES, Tokenizer
@@ -47,6 +49,7 @@ class Model(CallForm):
         config: frozen description; `config.dtype` is the compute dtype.
         params: weights as stored, Hugging Face names, dense or affine-quantized.
         tokenizer: for text; None for a model of ids only.
+        family: what has the functions of a family; None takes the one of `config.model_type`.
 
     Raises:
         ConfigError: unsupported `model_type`.
@@ -58,13 +61,17 @@ class Model(CallForm):
         config: ModelConfig,
         params: Mapping[str, mx.array],
         tokenizer: Tokenizer | None = None,
+        family: Family | None = None,
     ) -> None:
-        self.family = models.family(config.model_type)
+        self.family: Family = family or models.family(config.model_type)
         self.config = config
         self.spec = self.family.param_spec(config)
-        self.params = weights.check_params(self.spec, params)
+        self.params = self._check_params(params)
         self.tokenizer = tokenizer
         self.vocab_size = config.vocab_size
+
+    def _check_params(self, params: Mapping[str, mx.array]) -> Params:
+        return weights.check_params(self.spec, params)
 
     def __repr__(self) -> str:
         config = self.config
@@ -125,7 +132,7 @@ class Model(CallForm):
     def cache_spec(self, layout: CacheLayout) -> CacheSpec:
         """The arrays of a cache state in a layout. Raises CacheError if it is impossible."""
         cache.check_layout(layout)
-        spec: CacheSpec = self.family.cache_spec(self.config, layout)
+        spec = self.family.cache_spec(self.config, layout)
         if layout.kv_bits is not None and not any(entry.kind == "quantized" for entry in spec):
             raise CacheError(
                 f"kv_bits={layout.kv_bits} packs nothing: no layer of this model keeps full keys "
@@ -166,6 +173,13 @@ class Model(CallForm):
         ready = self.prepare(self.params)
         weights.evaluate_singly(ready.values())
         return ready
+
+    def in_float32(self) -> Model:
+        """The same model over dense, unfused float32 weights, which are computed when used."""
+        preparation = weights.Preparation("float32", dequantize=True, fusions={})
+        params = weights.prepare(self.params, self.spec, preparation)
+        config = replace(self.config, dtype="float32")
+        return Model(config, params, self.tokenizer, self.family)
 
     @property
     def config_values(self) -> Mapping[str, Any]:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from funcrt import guesses, masks, sampling
 from funcrt.buckets import Bucket
@@ -20,6 +19,9 @@ from funcrt.params import FLOATS, Params
 from funcrt.sampling import Sampled
 
 import mlx.core as mx
+
+if TYPE_CHECKING:
+    from funcrt.models.family import Family
 
 StepFunction = Callable[..., tuple[Any, ...]]
 
@@ -138,7 +140,7 @@ class ForwardOutput(NamedTuple):
 
 
 def forward(
-    family: ModuleType,
+    family: Family,
     config: ModelConfig,
     params: Params,
     tokens: mx.array,
@@ -151,7 +153,7 @@ def forward(
     return ForwardOutput(family.unembed(config, params, x), state)
 
 
-def make_step(name: str, family: ModuleType, config: ModelConfig) -> StepFunction:
+def make_step(name: str, family: Family, config: ModelConfig) -> StepFunction:
     """The pure function `(params?, *inputs, state?) -> (*outputs, state?)` of a row of `STEPS`."""
 
     def run_forward(

@@ -7,11 +7,10 @@ same tokens share it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from funcrt import params as weights
 from funcrt.bundle.layout import LIKELIEST, Call, Case, Row, Step
 from funcrt.model import Model
 from funcrt.steps import STEPS
@@ -72,7 +71,7 @@ class References:
     def run(self, model: Model, tick: Callable[[str], None]) -> None:
         """Compute them all; `tick` is called after each."""
         for number, (stream, needed) in enumerate(self._needed.items()):
-            exact = _in_float32(model)
+            exact = model.in_float32()  # two copies of the weights are never held at once
             self._filled[stream] = filled = _fill(exact, stream)
             self._done[stream] = _run(exact, filled, needed, Random(number))
             tick("float32 reference")
@@ -90,13 +89,6 @@ class References:
                 filled = self._filled[self._streams[id(spot.row)]]
                 ids[batch_row][place] = filled[spot.index].token
         return ids
-
-
-def _in_float32(model: Model) -> Model:
-    """Dense, unfused float32 weights, computed when used: two copies are never held at once."""
-    preparation = weights.Preparation("float32", dequantize=True, fusions={})
-    params = weights.prepare(model.params, model.spec, preparation)
-    return Model(replace(model.config, dtype="float32"), params)
 
 
 def _fill(model: Model, stream: Stream) -> Stream:

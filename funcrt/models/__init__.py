@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 from funcrt.errors import ConfigError
 from funcrt.models import llama
+from funcrt.models.family import Family
 
-FAMILIES: dict[str, ModuleType] = {"llama": llama, "mistral": llama}
+FAMILIES: dict[str, Family] = {"llama": llama, "mistral": llama}
 
 
-def family(model_type: str) -> ModuleType:
-    """The module with `param_spec`, `cache_spec`, `fusions`, `hidden`, `unembed` of a family.
+def family(model_type: str) -> Family:
+    """The file with `param_spec`, `cache_spec`, `fusions`, `hidden`, `unembed` of a family.
 
     Raises ConfigError naming the supported types.
     """

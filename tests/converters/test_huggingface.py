@@ -252,7 +252,7 @@ def test_config_that_is_none(tiny, content):
 @pytest.mark.parametrize(
     ("key", "value", "match"),
     [
-        ("model_type", "mamba", "model_type 'mamba' is not supported"),
+        ("model_type", "unheard_of", "model_type 'unheard_of' is not supported"),
         ("rope_scaling", {"rope_type": "spiral"}, "rope type 'spiral'"),
         ("a_new_feature", 7, "unknown: a_new_feature"),
         ("quantization_config", {"quant_method": "gptq"}, "quantized with 'gptq'"),

@@ -1,0 +1,138 @@
+"""What can become of a checkpoint, found out from its config alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from converters import hub, huggingface
+from converters.functional import functionalize, mlx_lm_source
+from converters.functional.family import ModuleFamily
+from converters.functional.probe import Blocker, inspect_graph
+from funcrt.cache import FULL
+from funcrt.config import ModelConfig
+from funcrt.errors import ConfigError, FuncrtError, SourceError
+from funcrt.model import Model
+from funcrt.models import FAMILIES, family
+from funcrt.storage import load_json
+
+import mlx.core as mx
+
+DEVICES = ("cpu", "cuda", "metal")
+_ONLY_WIDE = {"GatherMM"}  # on a CPU, MLX computes them in float32 only
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What is known of a checkpoint before its weights are read.
+
+    Attributes:
+        source: as it was named.
+        model_type: of its config.
+        via: `funcrt.models.NAME` or `mlx_lm.models.NAME`; empty where nothing reads it.
+        functional: whether it becomes a pure function.
+        exportable: whether that exports.
+        devices: on which device classes it runs, of those that are known.
+        notes: what holds on some of them only.
+        caches: kinds of cache.
+        by_token: prompts run token by token, since recurrent layers do not leave padding out.
+        params: how many arrays, and their bytes as the config has them.
+        blockers: primitives that do not export, the layer that has them, and what to do.
+        reason: why not, or empty.
+    """
+
+    source: str
+    model_type: str
+    via: str = ""
+    functional: bool = False
+    exportable: bool = False
+    devices: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    caches: tuple[str, ...] = ()
+    by_token: bool = False
+    params: tuple[int, int] = (0, 0)
+    blockers: tuple[Blocker, ...] = ()
+    reason: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+def diagnose(source: str | Path) -> Diagnosis:
+    """Say what can become of a checkpoint; of the hub, only its small files are downloaded.
+
+    Args:
+        source: a Hugging Face folder or a hub id.
+
+    Raises:
+        SourceError: no config.json there.
+    """
+    config = read_config(source)
+    found = Diagnosis(str(source), str(config.get("model_type", "")))
+    try:
+        model, via = _make(config)
+    except FuncrtError as error:
+        return replace(found, reason=str(error))
+    graph = inspect_graph(model)
+    spec = [entry for entry in model.cache_spec(FULL) if entry.kind != "row"]
+    notes: tuple[str, ...] = ()
+    if model.config.dtype != "float32" and _ONLY_WIDE & graph.primitives.keys():
+        notes = ("on a cpu in float32 only (dtype='float32'): MLX has no 16-bit GatherMM there",)
+    return replace(
+        found,
+        via=via,
+        functional=True,
+        exportable=not graph.blockers,
+        devices=("metal",) if graph.needs_metal else DEVICES,
+        notes=notes,
+        caches=tuple(Counter(entry.kind for entry in spec)),
+        by_token=isinstance(model.family, ModuleFamily) and model.family.by_token,
+        params=(len(model.params), sum(array.nbytes for array in model.params.values())),
+        blockers=graph.blockers,
+        reason="" if not graph.blockers else "; ".join(b.suggestion for b in graph.blockers),
+    )
+
+
+def read_config(source: str | Path) -> dict[str, Any]:
+    """The config.json of a folder or of a repository. Raises SourceError."""
+    path = Path(source).expanduser()
+    if not path.exists() and isinstance(source, str) and hub.is_hub_id(source):
+        path = hub.download(source, hub.SMALL)
+    if not (path / huggingface.CONFIG).is_file():
+        raise SourceError(
+            f"{source} has no {huggingface.CONFIG}: pass a Hugging Face folder or a hub id"
+        )
+    return load_json(path / huggingface.CONFIG)
+
+
+def _make(config: Mapping[str, Any]) -> tuple[Model, str]:
+    """A model of the right shapes, whose weights are never computed, and what it is made by."""
+    model_type = config.get("model_type", "")
+    if model_type in FAMILIES:
+        settled = ModelConfig.from_hf(config, _dtype(config))
+        made_by = family(model_type)
+        params = {
+            name: mx.zeros(shape, getattr(mx, settled.dtype))
+            for name, shape in made_by.param_spec(settled).items()
+        }
+        return Model(settled, params), str(getattr(made_by, "__name__", model_type))
+    if not mlx_lm_source.has_module(config):
+        mlx_lm_source.check_version()
+        raise ConfigError(
+            f"model_type {model_type!r} has neither a family in funcrt.models "
+            f"({', '.join(sorted(FAMILIES))}) nor a module in mlx-lm"
+        )
+    module = mlx_lm_source.make_module(config)
+    module.set_dtype(getattr(mx, _dtype(config)))
+    return functionalize(module, config), type(module).__module__
+
+
+def _dtype(config: Mapping[str, Any]) -> str:
+    text = config.get("text_config")
+    settings = {**(text if isinstance(text, Mapping) else {}), **config}
+    name = str(settings.get("dtype") or settings.get("torch_dtype") or "float32")
+    return name if name in ("float32", "float16", "bfloat16") else "float32"

@@ -1,0 +1,113 @@
+"""The last projection of a module, so that prompts need it for one token only."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+from mlx.nn.layers.embedding import Embedding
+from mlx.nn.layers.linear import Linear
+from mlx.nn.layers.quantized import QuantizedEmbedding, QuantizedLinear
+
+_METHODS = (
+    (Linear, "__call__"), (QuantizedLinear, "__call__"),
+    (Embedding, "as_linear"), (QuantizedEmbedding, "as_linear"),
+)  # fmt: skip
+_LOCK = threading.RLock()
+
+
+class Head(NamedTuple):
+    """A layer whose output is the logits, as they are.
+
+    Attributes:
+        layer: part of the module.
+        method: `__call__`, or `as_linear` of a tied embedding.
+    """
+
+    layer: Any
+    method: str
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Logits `[..., V]` of `x [..., E]`."""
+        logits: mx.array = getattr(self.layer, self.method)(x)
+        return logits
+
+
+class _Reached(Exception):  # noqa: N818 (a signal, not an error)
+    """The head was reached, with this input."""
+
+    def __init__(self, x: mx.array) -> None:
+        super().__init__()
+        self.x = x
+
+
+class Watch:
+    """The projections of a call, in order."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Head, mx.array] | None = None
+
+    def head_of(self, logits: mx.array) -> Head | None:
+        """The layer that gave `logits`; None if anything was done to them after it."""
+        if self._last is None or self._last[1] is not logits:
+            return None
+        return self._last[0]
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within it, projections of this thread are noted."""
+
+        def note(original: Any, method: str, layer: Any, x: mx.array) -> mx.array:
+            logits: mx.array = original(layer, x)
+            self._last = Head(layer, method), logits
+            return logits
+
+        with _intercepted(note):
+            yield
+
+
+@contextmanager
+def stopping_at(head: Head | None, found: list[mx.array]) -> Iterator[None]:
+    """Leave a call where it reaches `head`, and put what the head would be given into `found`."""
+
+    def stop(original: Any, method: str, layer: Any, x: mx.array) -> mx.array:
+        if head is not None and layer is head.layer and method == head.method:
+            raise _Reached(x)
+        result: mx.array = original(layer, x)
+        return result
+
+    if head is None:
+        yield
+        return
+    with _intercepted(stop):
+        try:
+            yield
+        except _Reached as reached:
+            found.append(reached.x)
+
+
+@contextmanager
+def _intercepted(function: Any) -> Iterator[None]:
+    """Calls of projections in this thread go through `function(original, method, layer, x)`."""
+    thread = threading.get_ident()
+
+    def make(original: Any, method: str) -> Any:
+        def call(layer: Any, x: mx.array) -> Any:
+            if threading.get_ident() != thread:
+                return original(layer, x)
+            return function(original, method, layer, x)
+
+        return call
+
+    with _LOCK:
+        originals = [(kind, method, kind.__dict__[method]) for kind, method in _METHODS]
+        for kind, method, original in originals:
+            setattr(kind, method, make(original, method))
+        try:
+            yield
+        finally:
+            for kind, method, original in originals:
+                setattr(kind, method, original)

@@ -1,0 +1,169 @@
+"""Replacing what does not trace or export by what does, for as long as a module is called."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from converters.functional.adapters import globals_of_modules, replacements
+from converters.functional.caches import Call
+from converters.functional.offsets import Offset
+
+import mlx.core as mx
+
+_LOCK = threading.RLock()
+_ACTIVE = threading.local()  # other threads keep the originals
+
+
+@contextmanager
+def pure(call: Call) -> Iterator[None]:
+    """Within it, this thread's calls of MLX functions that have a pure equivalent use that.
+
+    | function | instead |
+    |---|---|
+    | `contiguous`, `depends` | the array itself: only its layout or its timing would differ |
+    | `~x` of integers | `x ^ -1` |
+    | `eval`, `async_eval`, `synchronize` | nothing |
+    | `where` of scores by groups | with the mask for every group |
+    | `arange` between offsets | the same for every row, `[B, N, 1]` |
+    | `rope` at the end of a buffer | at the offset of each row |
+    | attention | never sees more than the caller's mask shows |
+    | Metal kernels | what mlx-lm computes where there is no Metal |
+    """
+    with _LOCK:
+        outer = getattr(_ACTIVE, "call", None)
+        _ACTIVE.call = call
+        patches = [*_PATCHES, *((o, n, _instead(new)) for o, n, new in replacements(call))]
+        patches += [(o, n, partial(_put, new)) for o, n, new in globals_of_modules(call)]
+        saved = []
+        for owner, name, make in patches:
+            original = getattr(owner, name)
+            saved.append((owner, name, original))
+            setattr(owner, name, make(original))
+        try:
+            yield
+        finally:
+            _ACTIVE.call = outer
+            for owner, name, original in reversed(saved):
+                setattr(owner, name, original)
+
+
+def _active() -> Call | None:
+    return getattr(_ACTIVE, "call", None)
+
+
+_Make = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def _instead(replacement: Callable[..., Any]) -> _Make:
+    """A patch that takes effect in the thread that asked for it."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def patched(*args: Any, **options: Any) -> Any:
+            chosen = original if _active() is None else replacement
+            return chosen(*args, **options)
+
+        return patched
+
+    return make
+
+
+def _put(replacement: Any, original: Any) -> Any:
+    return replacement
+
+
+def _same(array: mx.array, *_: Any, **__: Any) -> mx.array:
+    return array
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _make_invert(original: Callable[..., Any]) -> Callable[..., Any]:
+    def invert(x: mx.array, *args: Any, **options: Any) -> Any:
+        if _active() is None or x.dtype == mx.bool_:
+            return original(x, *args, **options)
+        ones = mx.array(
+            -1 if mx.issubdtype(x.dtype, mx.signedinteger) else _largest(x.dtype), x.dtype
+        )
+        return mx.bitwise_xor(x, ones)
+
+    return invert
+
+
+def _largest(dtype: mx.Dtype) -> int:
+    return int((1 << 8 * dtype.size) - 1)
+
+
+def _make_arange(original: Callable[..., Any]) -> Callable[..., Any]:
+    def arange(*args: Any, **options: Any) -> Any:
+        call = _active()
+        if call is None or not args:
+            return original(*args, **options)
+        start, stop = (0, args[0]) if len(args) == 1 else args[:2]
+        if type(stop) is int and stop == call.capacity and start == stop - call.tokens > 0:
+            # The newest slots, counted back from the end of the buffer.
+            start = Offset(call.placement.offset)
+            stop = start + call.tokens
+        if isinstance(start, int) and isinstance(stop, Offset):
+            return original(start, call.capacity, dtype=mx.int32)  # every slot
+        if isinstance(start, Offset) and isinstance(stop, Offset):
+            steps = original(stop.distance - start.distance, dtype=mx.int32)
+            return (start[:, None] + steps)[..., None]
+        return original(*args, **options)
+
+    return arange
+
+
+def _make_where(original: Callable[..., Any]) -> Callable[..., Any]:
+    def where(condition: Any, x: Any, *args: Any, **options: Any) -> Any:
+        call = _active()
+        if (
+            call is not None
+            and getattr(x, "ndim", 0) == 5
+            and any(condition is m for m in call.made)
+        ):
+            condition = condition[:, :, None]  # query heads by the key head that they share
+        return original(condition, x, *args, **options)
+
+    return where
+
+
+def _make_rope(original: Callable[..., Any]) -> Callable[..., Any]:
+    def rope(*args: Any, **options: Any) -> Any:
+        call, offset = _active(), options.get("offset")
+        if call is not None and type(offset) is int and offset == call.capacity - call.tokens:
+            options["offset"] = call.placement.offset  # counted back from the end of the buffer
+        return original(*args, **options)
+
+    return rope
+
+
+def _make_attention(original: Callable[..., Any]) -> Callable[..., Any]:
+    def attention(q: mx.array, k: mx.array, v: mx.array, *args: Any, **options: Any) -> Any:
+        call = _active()
+        if call is not None and (q.shape[2], k.shape[2]) == (call.tokens, call.capacity):
+            options["mask"] = call.widest(options.get("mask"))
+        return original(q, k, v, *args, **options)
+
+    return attention
+
+
+_PATCHES: list[tuple[Any, str, _Make]] = [
+    (mx, "contiguous", _instead(_same)),
+    (mx, "depends", _instead(_same)),
+    (mx, "eval", _instead(_nothing)),
+    (mx, "async_eval", _instead(_nothing)),
+    (mx, "synchronize", _instead(_nothing)),
+    (mx, "bitwise_invert", _make_invert),
+    (mx, "arange", _make_arange),
+    (mx, "where", _make_where),
+    (mx.fast, "rope", _make_rope),
+    (mx.fast, "scaled_dot_product_attention", _make_attention),
+    (mx.metal, "is_available", _instead(lambda: False)),
+    (mx.array, "__invert__", _make_invert),
+]

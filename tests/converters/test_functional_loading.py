@@ -1,0 +1,272 @@
+"""Checkpoints through mlx-lm's modules, what a config alone tells, and where mlx-lm is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("mlx_lm")
+
+import converters
+import funcrt
+from converters.functional import mlx_lm_source
+from converters.functional.doctor import diagnose
+from converters.functional.model import FunctionalModel
+from funcrt.buckets import BucketPlan
+from funcrt.errors import ConfigError, SourceError
+from tests.helpers import relative_error, to_numpy
+from tests.reference.mlx_lm_checks import make_module, run_model, run_module, tokens_of
+from tests.reference.mlx_lm_configs import make_config
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import load_model
+from typer.testing import CliRunner
+
+TOLERANCE = 2e-5
+ROW = tokens_of(0, 26)
+PLAIN = {"llama": {"layer_types": None, "sliding_window": None}}  # as the family here has it
+
+
+def save(folder: Path, name: str, **changes: Any) -> tuple[Path, nn.Module]:
+    """A tiny checkpoint as mlx-lm writes them."""
+    changes = PLAIN.get(name, {}) | changes
+    module = make_module(name, **changes)
+    folder.mkdir(exist_ok=True)
+    mx.save_safetensors(
+        str(folder / "model.safetensors"),
+        dict(tree_flatten(module.parameters())),
+        {"format": "mlx"},
+    )
+    return write_config(folder, name, **changes), module
+
+
+def write_config(folder: Path, name: str, **changes: Any) -> Path:
+    config = make_config(name) | PLAIN.get(name, {}) | changes
+    config = {key: value for key, value in config.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_model_type_without_a_family_goes_through_mlx_lm(tmp_path: Path) -> None:
+    folder, module = save(tmp_path / "a", "qwen2")
+    model = converters.load(folder)
+    assert isinstance(model, FunctionalModel)
+    ours = run_model(model, model.forward, [ROW], [23], False)[0]
+    assert relative_error(ours, run_module(module, ROW, 23)) <= TOLERANCE
+    assert model.config.model_type == "qwen2"
+    assert model.config.dtype == "float32"
+
+
+def test_both_ways_to_read_a_llama_agree(tmp_path: Path) -> None:
+    folder, _ = save(tmp_path / "a", "llama")
+    by_hand, through = converters.load(folder), converters.load(folder, via="mlx_lm")
+    assert not isinstance(by_hand, FunctionalModel)
+    assert isinstance(through, FunctionalModel)
+    assert relative_error(by_hand([ROW])[0], through([ROW])[0]) <= TOLERANCE
+
+
+def test_a_saved_model_is_read_again(tmp_path: Path) -> None:
+    folder, _ = save(tmp_path / "a", "gemma2")
+    model = converters.load(folder)
+    model.save(tmp_path / "b")
+    again = converters.load(tmp_path / "b")
+    assert relative_error(again([ROW])[0], model([ROW])[0]) == 0
+    assert load_model(tmp_path / "b")[1]["model_type"] == "gemma2"
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen2_moe", "deepseek_v3"])
+def test_quantized_checkpoints(tmp_path: Path, name: str) -> None:
+    """Packed as stored; dense as prepared, on a CPU; both are what mlx-lm computes."""
+    module = make_module(name)
+    nn.quantize(
+        module, 32, 4,
+        class_predicate=lambda _, m: hasattr(m, "to_quantized") and m.weight.shape[-1] % 32 == 0,
+    )  # fmt: skip
+    params = dict(tree_flatten(module.parameters()))
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), params, {"format": "mlx"})
+    packing = {"group_size": 32, "bits": 4}
+    write_config(tmp_path, name, quantization=packing, quantization_config=packing)
+    model = converters.load(tmp_path)
+    theirs = run_module(module, ROW, 23)
+    ours = run_model(model, mx.compile(model.forward), [ROW], [23], False)[0]
+    assert relative_error(ours, theirs) <= TOLERANCE
+    assert model.params["lm_head.weight"].dtype == mx.uint32
+    assert model.prepared["lm_head.weight"].shape == (101, 64)
+    assert "lm_head.scales" not in model.prepared
+    assert relative_error(model([ROW])[0][0], theirs) <= 1e-4  # products of other roundings
+    assert type(module.lm_head) is nn.QuantizedLinear
+    assert relative_error(model.in_float32()([ROW])[0][0], theirs) <= 1e-4
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_dtype(tmp_path: Path, dtype: str) -> None:
+    folder, _ = save(tmp_path / "a", "qwen2")
+    model = converters.load(folder, dtype)
+    assert model.config.dtype == dtype
+    assert model([ROW[:4]])[0].dtype == getattr(mx, dtype)
+
+
+def test_a_bundle_needs_no_mlx_lm(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    folder, module = save(tmp_path / "a", "gemma3_text")
+    plan = BucketPlan(batch=[1], tokens=[1, 16], capacity=[32])
+    funcrt.export(converters.load(folder), tmp_path / "b.funcrt", plan)
+    code = (
+        "import sys, funcrt; b = funcrt.load_bundle(sys.argv[1]);"
+        f"e = funcrt.Engine(b); print(e.submit({ROW[:14]}, max_tokens=8).result().tokens);"
+        "e.close(); print(any(n.split('.')[0] in ('mlx_lm', 'converters') for n in sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "b.funcrt")], capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    caches, ids, found = make_prompt_cache(module), ROW[:14], []
+    for _ in range(8):
+        ids = [int(module(mx.array([ids]), cache=caches)[0, -1].argmax().item())]
+        found += ids
+    assert done.stdout.split("\n")[:2] == [str(found), "False"]
+
+
+def test_what_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="via"):
+        converters.load(tmp_path, via="torch")
+    folder, _ = save(tmp_path / "a", "qwen2")
+    (folder / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(SourceError, match="truncated, damaged"):
+        converters.load(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "nothing_known"}))
+    with pytest.raises(ConfigError, match="nothing_known"):
+        converters.load(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    with pytest.raises(ConfigError, match="mlx-lm cannot make a 'qwen2' of this checkpoint"):
+        mlx_lm_source.make_module({"model_type": "qwen2"})
+
+
+# --- funcrt doctor -------------------------------------------------------------------------------
+
+
+def test_doctor_needs_no_weights(tmp_path: Path) -> None:
+    found = diagnose(write_config(tmp_path, "qwen3_next", torch_dtype="bfloat16"))
+    assert (found.functional, found.exportable, found.by_token) == (True, True, False)
+    assert found.via == "mlx_lm.models.qwen3_next"
+    assert found.devices == ("cpu", "cuda", "metal")
+    assert set(found.caches) == {"full", "recurrent"}
+    assert "GatherMM" in found.notes[0]
+    assert diagnose(write_config(tmp_path, "llama")).via == "funcrt.models.llama"
+    assert diagnose(write_config(tmp_path, "jamba")).by_token
+
+
+def test_doctor_computes_nothing(tmp_path: Path) -> None:
+    huge = {"hidden_size": 65536, "intermediate_size": 1 << 18, "num_attention_heads": 512}
+    before = mx.get_peak_memory()
+    found = diagnose(write_config(tmp_path, "qwen2", torch_dtype="bfloat16", **huge))
+    assert found.exportable
+    assert found.params[1] > 1e11
+    assert mx.get_peak_memory() - before < 1e8
+
+
+def test_doctor_says_why_not(tmp_path: Path) -> None:
+    found = diagnose(write_config(tmp_path, "deepseek_v41"))
+    assert not found.functional
+    assert "LayerCache" in found.reason
+    found = diagnose(write_config(tmp_path, "llama", model_type="no_such_model"))
+    assert "neither a family" in found.reason
+    with pytest.raises(SourceError, match=r"no config\.json"):
+        diagnose(tmp_path / "nowhere")
+
+
+def test_doctor_names_primitive_and_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlx_lm.models import qwen2
+
+    original = qwen2.MLP.__call__
+
+    def blocked(self: Any, x: mx.array) -> mx.array:
+        return original(self, mx.from_fp8(mx.to_fp8(x), x.dtype))
+
+    monkeypatch.setattr(qwen2.MLP, "__call__", blocked)
+    found = diagnose(write_config(tmp_path, "qwen2"))
+    assert found.functional
+    assert not found.exportable
+    assert [b.layer for b in found.blockers] == ["model.layers.0.mlp"]
+    assert "8-bit floats do not export" in found.reason
+
+
+def test_the_command(tmp_path: Path) -> None:
+    from funcrt.cli import app
+
+    folder = str(write_config(tmp_path, "qwen2"))
+    done = CliRunner().invoke(app, ["doctor", folder, "--json"])
+    assert done.exit_code == 0
+    facts = json.loads(done.stdout)
+    assert (facts["functional"], facts["exportable"]) == (True, True)
+    write_config(tmp_path, "deepseek_v41")
+    done = CliRunner().invoke(app, ["doctor", folder])
+    assert done.exit_code == 1
+    assert "because: layers.0: its cache is a" in done.stdout
+
+
+# --- where mlx-lm itself is wrong: the functional form is right ----------------------------------
+
+
+def test_rope_parameters_are_read(tmp_path: Path) -> None:
+    """mlx-lm's llama does not know the key that transformers 5 writes, and takes its default."""
+    folder, _ = save(tmp_path / "a", "llama")
+    config = json.loads((folder / "config.json").read_text())
+    del config["rope_theta"]
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 500.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    by_hand = converters.load(folder)([ROW])[0]
+    theirs = load_model(folder)[0](mx.array([ROW]))
+    assert relative_error(theirs, by_hand) > 0.01
+    assert relative_error(converters.load(folder, via="mlx_lm")([ROW])[0], by_hand) <= TOLERANCE
+
+
+def test_padding_stays_out_of_nemotron_h() -> None:
+    """Its module does not tell its recurrence where right-padded rows end."""
+    module = make_module("nemotron_h")
+    rows, width = [ROW[:9], ROW[:23]], 23
+    padded = [row + [0] * (width - len(row)) for row in rows]
+    alone = run_module(module, [*rows[0], 7], 9)[-1:]
+
+    caches = make_prompt_cache(module)
+    for cache in caches:
+        if hasattr(cache, "lengths"):
+            cache.prepare(lengths=[9, 23])
+    module(mx.array(padded), cache=caches)
+    states = [c[1] for c in caches if hasattr(c, "lengths")]
+    own = make_prompt_cache(module)
+    module(mx.array(rows[:1]), cache=own)
+    right = [c[1] for c in own if hasattr(c, "lengths")]
+    assert relative_error(states[0][:1], right[0]) > 0.01
+
+    model = converters.functionalize(module)
+    valid = [[1] * len(row) + [0] * (width - len(row)) for row in rows]
+    state = model(padded, mask=valid)[1]
+    ours = model([[7], [7]], cache=state)[0][0]
+    assert relative_error(ours, alone) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["plamo3", "phi3small"])
+def test_prompts_and_steps_agree(name: str) -> None:
+    """PLaMo-3's steps forget one token of the window; Phi-3-small's prompts see what comes."""
+    module = make_module(name)
+    prompt, steps = (to_numpy(run_module(module, ROW, count)) for count in (len(ROW), 1))
+    known = prompt > -1e30
+    assert np.abs(prompt[known] - steps[known]).max() > 0.01 * np.abs(prompt[known]).max()
+    right = prompt if name == "plamo3" else steps
+    model = converters.functionalize(module)
+    for count in (23, 1):
+        ours = to_numpy(run_model(model, model.forward, [ROW[: count + 3]], [count], False)[0])
+        theirs = right[: len(ours)]
+        known = theirs > -1e30  # ids that never come
+        error = np.abs(ours[known] - theirs[known]).max() / np.abs(theirs[known]).max()
+        assert error <= TOLERANCE

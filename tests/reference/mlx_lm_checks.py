@@ -1,0 +1,302 @@
+"""What each module of mlx-lm is checked for. One process per module:
+
+python -m tests.reference.mlx_lm_checks NAME
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import converters
+from funcrt import cache, masks
+from funcrt.flat import flatten
+from funcrt.model import Model
+from tests.reference.mlx_lm_configs import make_args
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn
+from mlx.utils import tree_flatten, tree_unflatten
+
+TOLERANCE = 2e-5  # float32, as a share of the largest logit
+PROMPT, STEPS, CAPACITY = 23, 3, 40
+COLUMNS = ("eager", "compiled", "exported", "ragged_left", "ragged_right", "dtype")
+
+
+def make_module(
+    name: str, dtype: mx.Dtype = mx.float32, seed: int = 0, **changes: Any
+) -> nn.Module:
+    """A tiny random module, large enough in its scores for attention to be peaked."""
+    source = importlib.import_module(f"mlx_lm.models.{name}")
+    mx.random.seed(seed)
+    module = source.Model(make_args(name, source, **changes))
+    module.eval()
+    rng = np.random.default_rng(seed)
+    keep = getattr(module, "cast_predicate", lambda _: True)
+    params = []
+    for path, array in tree_flatten(module.parameters()):
+        if array.dtype in (mx.uint8, mx.uint32):  # packed weights
+            packed = rng.integers(0, 256, (*array.shape, array.dtype.size)).astype(np.uint8)
+            if array.dtype == mx.uint8:  # four of 0, 1, 2 (bitnet)
+                packed = (rng.integers(0, 3, (*packed.shape, 4)) << [0, 2, 4, 6]).sum(-1)
+                packed = packed.astype(np.uint8)
+            params.append((path, mx.array(packed).view(array.dtype)[..., 0]))
+            continue
+        if not mx.issubdtype(array.dtype, mx.floating):
+            continue
+        old = np.array(array.astype(mx.float32))
+        if "weight_scale" in path:  # of ternary weights
+            new = np.full(old.shape, 0.1)
+        elif array.ndim < 2 or "conv" in path:
+            new = old + rng.normal(0, 0.2, old.shape)
+        else:
+            spread = 1.0 if "embed" in path or "wte" in path else 1.0 / np.sqrt(old.shape[-1])
+            new = rng.normal(0, spread, old.shape)
+        kind = dtype if keep(path) else mx.float32
+        params.append((path, mx.array(new.astype(np.float32)).astype(kind)))
+    module.update(tree_unflatten(params))
+    mx.eval(module.parameters())
+    return module
+
+
+def tokens_of(row: int, count: int) -> list[int]:
+    """Ids of a prompt and the steps after it."""
+    return np.random.default_rng([row, 7]).integers(1, 100, count).tolist()
+
+
+def run_module(module: nn.Module, ids: list[int], prompt: int) -> mx.array:
+    """mlx-lm's own logits `[T, V]`: a prompt, then token by token."""
+    from mlx_lm.models.cache import make_prompt_cache
+
+    caches = make_prompt_cache(module)
+    pieces = [ids[:prompt], *([token] for token in ids[prompt:])]
+    with _without_metal():
+        out = [module(mx.array([piece]), cache=caches)[0] for piece in pieces]
+        return mx.concatenate(out)
+
+
+@contextmanager
+def _without_metal() -> Iterator[None]:
+    """BitNet's product in plain numpy: its module has only a Metal kernel for it."""
+    from mlx_lm.models.bitlinear_layers import BitLinear
+
+    def multiply(self: Any, x: mx.array, packed: mx.array) -> mx.array:
+        quarters = [((np.array(packed) >> shift) & 3).astype(float) - 1 for shift in (0, 2, 4, 6)]
+        scale = np.array(self.weight_scale.astype(mx.float32)).astype(float)
+        product = np.array(x.astype(mx.float32)).astype(float) @ np.concatenate(quarters).T
+        product = product / scale if self.invert_weight_scales else product * scale
+        return mx.array(product.astype(np.float32)).astype(x.dtype)
+
+    original = BitLinear.execute_matmul_kernel
+    BitLinear.execute_matmul_kernel = multiply
+    try:
+        yield
+    finally:
+        BitLinear.execute_matmul_kernel = original
+
+
+Forward = Callable[..., Any]
+
+
+def run_model(
+    model: Model, forward: Forward, rows: list[list[int]], prompts: list[int], left: bool
+) -> list[mx.array]:
+    """Logits `[T, V]` of rows that are one batch: padded prompts, then steps."""
+    width = max(prompts)
+    state = model.init_cache(len(rows), CAPACITY)
+    valid, ids = [], []
+    for row, prompt in zip(rows, prompts, strict=True):
+        pad = width - prompt
+        real, empty = row[:prompt], [77] * pad
+        ids.append(empty + real if left else real + empty)
+        valid.append([0] * pad + [1] * prompt if left else [1] * prompt + [0] * pad)
+    calls = [(ids, valid)]
+    calls += [
+        ([[row[prompt + step]] for row, prompt in zip(rows, prompts, strict=True)],
+         [[1]] * len(rows))
+        for step in range(STEPS)
+    ]  # fmt: skip
+    found: list[list[mx.array]] = [[] for _ in rows]
+    for tokens, real in calls:
+        mask = masks.causal(mx.array(real), state["lengths"], cache.state_size(state)[1])
+        logits, state = forward(model.params, mx.array(tokens, dtype=mx.int32), mask, state)
+        mx.eval(logits, state)
+        for i, row in enumerate(real):
+            found[i] += [logits[i, t] for t, one in enumerate(row) if one]
+    assert state["lengths"].tolist() == [prompt + STEPS for prompt in prompts]
+    return [mx.stack(row) for row in found]
+
+
+def distance(ours: mx.array, theirs: mx.array) -> float:
+    """Largest difference over the largest magnitude."""
+    a, b = (np.array(x.astype(mx.float32), dtype=np.float64) for x in (ours, theirs))
+    both = np.isneginf(b) & (a == b) if a.shape == b.shape else False  # ids that never come
+    a, b = np.where(both, 0, a), np.where(both, 0, b)
+    if a.shape != b.shape or not np.isfinite(b).all():
+        return float("nan")
+    return float(np.abs(a - b).max() / np.abs(b).max())
+
+
+def run_exported(model: Model, rows: list[list[int]], folder: Path) -> mx.array:
+    """Logits of one row from graphs that a new process imported."""
+    arrays: dict[str, mx.array] = {f"p.{k}": v for k, v in model.params.items()}
+    state = model.init_cache(1, CAPACITY)
+    arrays |= {f"s.{k}": v for k, v in state.items()}
+    capacity = cache.state_size(state)[1]
+    for count in (PROMPT, 1):
+        tokens = mx.zeros((1, count), mx.int32)
+        mask = mx.zeros((1, 1, count, capacity), mx.bool_)
+        flat = flatten(model.forward, model.params, tokens, mask, state)[0]
+        mx.export_function(
+            str(folder / f"{count}.mlxfn"), flat, *model.params.values(), tokens, mask,
+            *state.values(),
+        )  # fmt: skip
+    arrays["tokens"] = mx.array(rows[0], dtype=mx.int32)
+    mx.save_safetensors(str(folder / "in.safetensors"), arrays)
+    (folder / "names.json").write_text(json.dumps([list(model.params), list(state), capacity]))
+    subprocess.run(
+        [sys.executable, __file__, "--import", str(folder)], check=True, capture_output=True
+    )
+    return mx.load(str(folder / "out.safetensors"))["logits"]
+
+
+def run_imported(folder: Path) -> None:
+    """The other process: knows nothing of the model."""
+    arrays = mx.load(str(folder / "in.safetensors"))
+    params, names, capacity = json.loads((folder / "names.json").read_text())
+    state = [arrays[f"s.{name}"] for name in names]
+    weights = [arrays[f"p.{name}"] for name in params]
+    ids = arrays["tokens"].tolist()
+    out, start = [], 0
+    for count in (PROMPT, *[1] * STEPS):
+        forward = mx.import_function(str(folder / f"{count}.mlxfn"))
+        tokens = mx.array([ids[start : start + count]], dtype=mx.int32)
+        slot = mx.arange(start, start + count)[:, None]
+        mask = (mx.arange(capacity) <= slot)[None, None]
+        logits, *state = forward(*weights, tokens, mask, *state)
+        out.append(logits[0])
+        start += count
+    mx.save_safetensors(str(folder / "out.safetensors"), {"logits": mx.concatenate(out)})
+
+
+def check(name: str) -> dict[str, Any]:
+    """The row of one module; `reason` names the first column that is not true."""
+    row: dict[str, Any] = {"module": name, **dict.fromkeys(COLUMNS, False), "reason": ""}
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said):
+            module = make_module(name)
+    except BaseException as error:  # noqa: BLE001 (SystemExit too)
+        why = " ".join(said.getvalue().split()) or _short(error)
+        row["reason"] = f"mlx-lm itself cannot make it here: {why}"
+        row["trace"] = traceback.format_exc()
+        return row
+    prompts = [PROMPT, 9, 1]
+    rows = [tokens_of(i, n + STEPS) for i, n in enumerate(prompts)]
+    shared: dict[str, Any] = {}
+
+    def passes(found: float, what: str) -> None:
+        row[f"{what}_error"] = found
+        if not found <= TOLERANCE:
+            raise ArithmeticError(f"differs by {found:.1e}")
+
+    def eager() -> None:
+        # What mlx-lm computes; it may change the module itself.
+        theirs, whole, steps = (
+            run_module(module, rows[0], count) for count in (PROMPT, len(rows[0]), 1)
+        )
+        before = dict(tree_flatten(module.parameters()))
+        model = shared["model"] = converters.functionalize(module)
+        ours = run_model(model, model.forward, rows[:1], prompts[:1], False)[0]
+        shared["eager"] = ours
+        for other, note in (
+            (whole, "mlx-lm's own steps differ from its own prompts; equal to these"),
+            (steps, "mlx-lm's own prompts differ from its own steps; equal to these"),
+        ):
+            if distance(theirs, other) > 0.001 and distance(ours, other) <= TOLERANCE:
+                theirs, row["reason"] = other, note
+        passes(distance(ours, theirs), "eager")
+        after = dict(tree_flatten(module.parameters()))
+        assert before.keys() == after.keys()
+        assert all(after[key] is before[key] for key in before), "the module was changed"
+
+    def compiled() -> None:
+        model = shared["model"]
+        ours = run_model(model, mx.compile(model.forward), rows[:1], prompts[:1], False)[0]
+        passes(distance(ours, shared["eager"]), "compiled")
+
+    def exported() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            ours = run_exported(shared["model"], rows, Path(folder))
+        passes(distance(ours, shared["eager"]), "exported")
+
+    def ragged(left: bool) -> Callable[[], None]:
+        def run() -> None:
+            model = shared["model"]
+            solo = shared.get("solo")
+            if solo is None:
+                solo = shared["solo"] = [
+                    run_model(model, model.forward, [r], [p], False)[0]
+                    for r, p in zip(rows, prompts, strict=True)
+                ]
+            together = run_model(model, model.forward, rows, prompts, left)
+            worst = max(distance(a, b) for a, b in zip(together, solo, strict=True))
+            passes(worst, "left" if left else "right")
+
+        return run
+
+    def dtype() -> None:
+        half = make_module(name, mx.bfloat16)
+        model = converters.functionalize(half)
+        state = model.init_cache(1, CAPACITY)
+        mask = mx.zeros((1, 1, 5, cache.state_size(state)[1]), mx.bool_)
+        ids = mx.array([rows[0][:5]], dtype=mx.int32)
+        logits, after = model.forward(model.params, ids, mask, state)
+        with _without_metal():
+            theirs = half(ids).dtype  # lazy: MLX has no 16-bit gathered product on a CPU
+        if logits.dtype != theirs:
+            raise ArithmeticError(f"{logits.dtype} instead of {theirs}")
+        assert all(after[key].dtype == array.dtype for key, array in state.items())
+
+    parts = (eager, compiled, exported, ragged(True), ragged(False), dtype)
+    for column, part in zip(COLUMNS, parts, strict=True):
+        try:
+            part()
+            row[column] = True
+        except BaseException as error:  # noqa: BLE001 (SystemExit too)
+            row["reason"] = row["reason"] or f"{column}: {_short(error)}"
+            row.setdefault("trace", traceback.format_exc())
+            if "model" not in shared:
+                break
+    return row
+
+
+def _short(error: BaseException) -> str:
+    """One line, without where the package is installed."""
+    text = re.sub(r"/\S*/mlx_lm/", "mlx_lm/", " ".join(str(error).split()))
+    if text == "[metal_kernel] No Metal back-end.":
+        return "mlx-lm itself cannot run it here: its kernels exist for Metal only"
+    return f"{type(error).__name__}: {text}"[:300]
+
+
+def main() -> None:
+    if sys.argv[1] == "--import":
+        run_imported(Path(sys.argv[2]))
+        return
+    print("ROW " + json.dumps(check(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()
