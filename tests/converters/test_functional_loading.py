@@ -201,7 +201,7 @@ def test_doctor_names_primitive_and_layer(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_the_command(tmp_path: Path) -> None:
-    from funcrt.cli import app
+    from funcrt.cli.app import app
 
     folder = str(write_config(tmp_path, "qwen2"))
     done = CliRunner().invoke(app, ["doctor", folder, "--json"])
