@@ -211,7 +211,8 @@ def fingerprint(params: Mapping[str, mx.array], config: Mapping[str, object]) ->
 
 def array_bytes(array: mx.array) -> memoryview:
     """The bytes of an evaluated array in row order, not copied where they already are."""
-    return memoryview(mx.contiguous(array).view(mx.uint8))  # type: ignore[arg-type]
+    rows = mx.contiguous(array).reshape(-1)  # a scalar has no last axis to view
+    return memoryview(rows.view(mx.uint8))  # type: ignore[arg-type]
 
 
 def hash_bytes(content: memoryview) -> str:
