@@ -10,6 +10,7 @@ from converters.functional.caches import Call
 from funcrt.cache import give_sight
 
 import mlx.core as mx
+from mlx import nn
 
 
 def mix_all_experts(self: Any, x: mx.array) -> mx.array:
@@ -91,17 +92,28 @@ def make_block_attention(call: Call) -> Callable[..., mx.array]:
 
 
 def _make_start(original: Callable[..., Any], call: Call) -> Callable[..., Any]:
-    """RecurrentGemma's unit, which takes the first token of a text differently."""
+    """RecurrentGemma's unit, which takes the first token of a text differently, row by row.
+
+    Written out for one token: running the module's own code for both cases and choosing gives a
+    graph that MLX 0.32.4 cannot compile when it holds two of them (IndexError).
+    """
 
     def run(self: Any, x: mx.array, cache: mx.array | None = None) -> Any:
         if cache is None or x.shape[1] > 1:
             return original(self, x, cache)
-        first = call.placement.offset == 0  # [B]
-        begun, started = original(self, x, None), original(self, x, cache)
-        return tuple(
-            mx.where(first.reshape(-1, *[1] * (a.ndim - 1)), a, b)
-            for a, b in zip(begun, started, strict=True)
-        )
+
+        def gate(weight: mx.array, bias: mx.array) -> mx.array:
+            heads = x.reshape(-1, 1, self.num_heads, self.head_dim).swapaxes(1, 2)  # [B,H,1,D]
+            return mx.sigmoid(((heads @ weight).swapaxes(1, 2) + bias).flatten(2, 3))
+
+        first = (call.placement.offset == 0)[:, None, None]  # [B,1,1]
+        input_gate = gate(self.input_gate_weight, self.input_gate_bias)
+        decay = -8.0 * gate(self.recurrent_gate_weight, self.recurrent_gate_bias)
+        decay = decay * nn.softplus(self.recurrent_param)
+        scale = mx.where(first, 1.0, mx.sqrt(1 - mx.exp(2 * decay)))
+        new = x * input_gate * scale.astype(x.dtype)
+        y = mx.where(first, 0.0, mx.exp(decay) * cache[:, None]) + new
+        return y, y[:, -1]
 
     return run
 
