@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("mlx_lm")
 
 from tests.reference.make_mlx_lm_modules import COLUMNS, list_modules, load_table, make_row, passed
+from tests.reference.mlx_lm_bundles import check_bundle
 
 # One for each kind of cache and each way to call a module.
 SAMPLE = {
@@ -36,3 +37,8 @@ def test_most_modules_pass_everything() -> None:
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_row_is_as_committed(name: str) -> None:
     assert make_row(name) == TABLE[name]
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_bundle_gives_mlx_lms_tokens(name: str) -> None:
+    assert check_bundle(name) == ""

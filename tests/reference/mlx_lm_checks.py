@@ -82,13 +82,13 @@ def run_module(module: nn.Module, ids: list[int], prompt: int) -> mx.array:
 
     caches = make_prompt_cache(module)
     pieces = [ids[:prompt], *([token] for token in ids[prompt:])]
-    with _without_metal():
+    with without_metal():
         out = [module(mx.array([piece]), cache=caches)[0] for piece in pieces]
         return mx.concatenate(out)
 
 
 @contextmanager
-def _without_metal() -> Iterator[None]:
+def without_metal() -> Iterator[None]:
     """BitNet's product in plain numpy: its module has only a Metal kernel for it."""
     from mlx_lm.models.bitlinear_layers import BitLinear
 
@@ -264,7 +264,7 @@ def check(name: str) -> dict[str, Any]:
         mask = mx.zeros((1, 1, 5, cache.state_size(state)[1]), mx.bool_)
         ids = mx.array([rows[0][:5]], dtype=mx.int32)
         logits, after = model.forward(model.params, ids, mask, state)
-        with _without_metal():
+        with without_metal():
             theirs = half(ids).dtype  # lazy: MLX has no 16-bit gathered product on a CPU
         if logits.dtype != theirs:
             raise ArithmeticError(f"{logits.dtype} instead of {theirs}")
