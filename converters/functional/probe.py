@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from converters.functional.family import ModuleFamily
-from funcrt.cache import CacheState
+from funcrt.cache import CacheState, state_size
 from funcrt.flat import flatten
 from funcrt.model import Model
 from funcrt.params import Params
@@ -90,8 +90,7 @@ _Arguments = tuple[Params, mx.array, mx.array, CacheState]
 
 def _arguments(model: Model, tokens: int) -> _Arguments:
     state = model.init_cache(_BATCH, _CAPACITY)
-    capacity = max((a.shape[2] for n, a in state.items() if n.endswith("keys")), default=1)
-    mask = mx.zeros((_BATCH, 1, tokens, capacity), mx.bool_)
+    mask = mx.zeros((_BATCH, 1, tokens, state_size(state)[1]), mx.bool_)
     return model.params, mx.zeros((_BATCH, tokens), mx.int32), mask, state
 
 
