@@ -10,7 +10,6 @@ from converters.functional.caches import Call
 from funcrt.cache import give_sight
 
 import mlx.core as mx
-from mlx import nn
 
 
 def mix_all_experts(self: Any, x: mx.array) -> mx.array:
@@ -109,7 +108,7 @@ def _make_start(original: Callable[..., Any], call: Call) -> Callable[..., Any]:
         first = (call.placement.offset == 0)[:, None, None]  # [B,1,1]
         input_gate = gate(self.input_gate_weight, self.input_gate_bias)
         decay = -8.0 * gate(self.recurrent_gate_weight, self.recurrent_gate_bias)
-        decay = decay * nn.softplus(self.recurrent_param)
+        decay = decay * mx.logaddexp(self.recurrent_param, 0)
         scale = mx.where(first, 1.0, mx.sqrt(1 - mx.exp(2 * decay)))
         new = x * input_gate * scale.astype(x.dtype)
         y = mx.where(first, 0.0, mx.exp(decay) * cache[:, None]) + new

@@ -96,16 +96,22 @@ def make_module(config: Mapping[str, Any]) -> Module:
         module: Module = kind(arguments.from_dict(complete(config)))
         quantization = config.get("quantization")
         if quantization is not None:
-            quantize(
-                module,
-                quantization["group_size"],
-                quantization["bits"],
-                class_predicate=lambda path, part: (
-                    quantization.get(path, hasattr(part, "to_quantized"))
-                    and part.weight.shape[-1] % quantization["group_size"] == 0
-                ),
-            )
+            _quantize(module, quantization)
         return module.eval()
+
+
+def _quantize(module: Module, quantization: Mapping[str, Any]) -> None:
+    """Pack the layers that a checkpoint would have packed, as far as its config tells."""
+    group_size = quantization["group_size"]
+
+    def choose(path: str, part: Module) -> bool | dict[str, Any]:
+        if path in quantization:  # how this layer is packed, or that it is not
+            chosen: bool | dict[str, Any] = quantization[path]
+            return chosen
+        return hasattr(part, "to_quantized") and part.weight.shape[-1] % group_size == 0
+
+    mode = quantization.get("mode", "affine")
+    quantize(module, group_size, quantization["bits"], mode=mode, class_predicate=choose)
 
 
 def load_module(folder: Path) -> tuple[Module, dict[str, Any]]:

@@ -12,7 +12,7 @@ pytest.importorskip("mlx_lm")
 
 import converters
 import funcrt
-from converters.functional import mlx_lm_source
+from converters.functional import loading, mlx_lm_source
 from converters.functional.doctor import diagnose
 from converters.functional.model import FunctionalModel
 from funcrt.buckets import BucketPlan
@@ -103,6 +103,45 @@ def test_quantized_checkpoints(tmp_path: Path, name: str) -> None:
     assert relative_error(model([ROW])[0][0], theirs) <= 1e-4  # products of other roundings
     assert type(module.lm_head) is nn.QuantizedLinear
     assert relative_error(model.in_float32()([ROW])[0][0], theirs) <= 1e-4
+
+
+PACKINGS: dict[str, dict[str, Any]] = {
+    "nvfp4": {"group_size": 16, "bits": 4, "mode": "nvfp4"},
+    "mxfp4": {"group_size": 32, "bits": 4, "mode": "mxfp4"},
+    "mixed": {
+        "group_size": 32, "bits": 4, "lm_head": {"group_size": 32, "bits": 8},
+        "model.layers.1.self_attn.q_proj": {"group_size": 64, "bits": 8},
+        "model.embed_tokens": False,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PACKINGS)
+def test_other_packings(tmp_path: Path, name: str) -> None:
+    """Read as mlx-lm reads them; a config alone, as of the hub, tells the same sizes."""
+    module, packing = make_module("qwen2"), PACKINGS[name]
+    nn.quantize(
+        module, packing["group_size"], packing["bits"], mode=packing.get("mode", "affine"),
+        class_predicate=lambda path, m: packing.get(path, hasattr(m, "to_quantized")),
+    )  # fmt: skip
+    params = dict(tree_flatten(module.parameters()))
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), params, {"format": "mlx"})
+    write_config(tmp_path, "qwen2", quantization=packing)
+    loading.check(tmp_path)
+    model = converters.load(tmp_path)
+    assert relative_error(model([ROW])[0][0], run_module(module, ROW, 23)) <= 1e-4
+    size = sum(array.nbytes for array in model.params.values())
+    assert diagnose(tmp_path).params == (len(model.params), size)
+
+
+RECURRENT = ["mamba", "mamba2", "rwkv7"]  # without any slots
+
+
+@pytest.mark.parametrize("name", [*RECURRENT, "jamba", "deepseek_v32", "gpt_bigcode"])
+def test_doctor_answers(tmp_path: Path, name: str) -> None:
+    found = diagnose(write_config(tmp_path, name))
+    assert (found.functional, found.exportable, found.reason) == (True, True, "")
+    assert ("full" in found.caches) == (name not in RECURRENT)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
