@@ -100,15 +100,19 @@ def _goes_through_mlx_lm(place: Path, via: str | None) -> bool:
     from funcrt.models import FAMILIES
     from funcrt.storage import load_json
 
-    if via is not None:
-        if not (place / huggingface.CONFIG).is_file():
-            raise SourceError(f"{place}: mlx-lm reads folders with a {huggingface.CONFIG} only")
-        mlx_lm_source.check_version()
-        return True
     if not (place / huggingface.CONFIG).is_file():
+        if via is not None:
+            raise SourceError(f"{place}: mlx-lm reads folders with a {huggingface.CONFIG} only")
         return False
     config = load_json(place / huggingface.CONFIG)
-    return config.get("model_type") not in FAMILIES and mlx_lm_source.has_module(config)
+    name = mlx_lm_source.model_type_of(config)
+    if via is not None:
+        mlx_lm_source.check_version()
+        return True
+    if name in FAMILIES:
+        return False
+    mlx_lm_source.check_has_module(config)
+    return True
 
 
 def _read(source: str | Path, place: Path, remote: bool, ignore: Collection[str]) -> Checkpoint:

@@ -14,7 +14,7 @@ from converters.functional.family import ModuleFamily
 from converters.functional.probe import Blocker, inspect_graph
 from funcrt.cache import FULL
 from funcrt.config import ModelConfig
-from funcrt.errors import ConfigError, FuncrtError, SourceError
+from funcrt.errors import FuncrtError, SourceError
 from funcrt.model import Model
 from funcrt.models import FAMILIES, family
 from funcrt.storage import load_json
@@ -102,6 +102,12 @@ def read_config(source: str | Path) -> dict[str, Any]:
     path = Path(source).expanduser()
     if not path.exists() and isinstance(source, str) and hub.is_hub_id(source):
         path = hub.download(source, hub.SMALL)
+    if path.is_file():
+        raise SourceError(
+            f"{source} is a file, and what can become of a model is found from a "
+            f"{huggingface.CONFIG} only: GGUF files are read by the families here "
+            f"({', '.join(sorted(FAMILIES))}), so convert it to see"
+        )
     if not (path / huggingface.CONFIG).is_file():
         raise SourceError(
             f"{source} has no {huggingface.CONFIG}: pass a Hugging Face folder or a hub id"
@@ -111,7 +117,7 @@ def read_config(source: str | Path) -> dict[str, Any]:
 
 def _make(config: Mapping[str, Any]) -> tuple[Model, str]:
     """A model of the right shapes, whose weights are never computed, and what it is made by."""
-    model_type = config.get("model_type", "")
+    model_type = mlx_lm_source.model_type_of(config)
     if model_type in FAMILIES:
         settled = ModelConfig.from_hf(config, _dtype(config))
         made_by = family(model_type)
@@ -120,12 +126,7 @@ def _make(config: Mapping[str, Any]) -> tuple[Model, str]:
             for name, shape in made_by.param_spec(settled).items()
         }
         return Model(settled, params), str(getattr(made_by, "__name__", model_type))
-    if not mlx_lm_source.has_module(config):
-        mlx_lm_source.check_version()
-        raise ConfigError(
-            f"model_type {model_type!r} has neither a family in funcrt.models "
-            f"({', '.join(sorted(FAMILIES))}) nor a module in mlx-lm"
-        )
+    mlx_lm_source.check_has_module(config)
     module = mlx_lm_source.make_module(config)
     module.set_dtype(getattr(mx, _dtype(config)))
     return functionalize(module, config), type(module).__module__

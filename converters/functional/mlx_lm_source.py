@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-import importlib.util
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from funcrt.errors import ConfigError, SourceError
+from converters.functional.rotary import Translation
+from funcrt.errors import ConfigError, FuncrtError, SourceError
+from funcrt.models import FAMILIES
 
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.embedding import Embedding
@@ -36,11 +37,22 @@ def check_version() -> None:
         found = metadata.version("mlx-lm")
     except metadata.PackageNotFoundError:
         raise SourceError(
-            f"modules of mlx-lm need {wanted}, which is not installed: {INSTALL}"
+            f"modules of mlx-lm need {wanted}, which is not installed: {INSTALL} (Python 3.11 or "
+            "newer)"
         ) from None
-    numbers = tuple(int(part) for part in found.split(".")[:3] if part.isdigit())
-    if not OLDEST <= numbers < NEWEST:
+    if not _is_supported(found):
         raise SourceError(f"mlx-lm {found} is not supported: pip install '{wanted}'")
+
+
+def _is_supported(version: str) -> bool:
+    """Whether a version is in the range; what comes before the oldest release is not."""
+    read = re.match(
+        r"v?(\d+(?:\.\d+)*)(?:[._-]?(a|b|c|rc|alpha|beta|pre|preview|dev)\d*)?", version
+    )
+    if read is None:
+        return False
+    numbers = (*(int(part) for part in read[1].split(".")), 0, 0)[:3]
+    return OLDEST <= numbers < NEWEST and not (numbers == OLDEST and read[2])
 
 
 def _dotted(version: tuple[int, ...]) -> str:
@@ -89,11 +101,14 @@ def make_module(config: Mapping[str, Any]) -> Module:
         ConfigError: no such module, or a config that it refuses.
     """
     check_version()
+    from mlx_lm.models.base import BaseModelArgs
     from mlx_lm.utils import _get_classes
 
     with _refusals(config):
         kind, arguments = _get_classes(config=dict(config))
-        module: Module = kind(arguments.from_dict(complete(config)))
+        translation = Translation(config)
+        with translation.translating(BaseModelArgs):
+            module: Module = kind(arguments.from_dict(translation.fit(arguments, config)))
         quantization = config.get("quantization")
         if quantization is not None:
             _quantize(module, quantization)
@@ -122,42 +137,16 @@ def load_module(folder: Path) -> tuple[Module, dict[str, Any]]:
         ConfigError: no such module, or a config that it refuses.
     """
     check_version()
-    from mlx_lm.utils import load_config, load_model
+    from mlx_lm.models.base import BaseModelArgs
+    from mlx_lm.utils import _get_classes, load_config, load_model
 
     config = load_config(folder)
     with _refusals(config):
-        module, config = load_model(folder, lazy=True, model_config=complete(config))
+        translation = Translation(config)
+        fitted = translation.fit(_get_classes(config=dict(config))[1], config)
+        with translation.translating(BaseModelArgs):
+            module, config = load_model(folder, lazy=True, model_config=fitted)
     return module, config
-
-
-def complete(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config with what modules read in the older spelling of rotary embedding.
-
-    Modules that do not know `rope_parameters` (transformers 5 writes it) would silently use their
-    defaults.
-    """
-    config = dict(config)
-    rope = config.get("rope_parameters")
-    if not isinstance(rope, Mapping) or _reads(config, "rope_parameters"):
-        return config
-    if any(isinstance(value, Mapping) for value in rope.values()):
-        return config  # one for each type of layer: only modules that read the key have those
-    for key in ("rope_theta", "partial_rotary_factor"):
-        if key in rope and config.get(key) is None:
-            config[key] = rope[key]
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default" and config.get("rope_scaling") is None:
-        left_out = ("rope_theta", "partial_rotary_factor")
-        config["rope_scaling"] = {k: v for k, v in rope.items() if k not in left_out}
-        config["rope_scaling"]["type"] = kind
-    return config
-
-
-def _reads(config: Mapping[str, Any], key: str) -> bool:
-    from mlx_lm.utils import _get_classes
-
-    _, arguments = _get_classes(config=dict(config))
-    return any(field.name == key for field in dataclasses.fields(arguments))
 
 
 @contextmanager
@@ -166,6 +155,8 @@ def _refusals(config: Mapping[str, Any]) -> Iterator[None]:
     name = config.get("model_type")
     try:
         yield
+    except FuncrtError:
+        raise
     except FileNotFoundError as error:
         raise SourceError(str(error)) from None
     except SystemExit:
@@ -175,14 +166,36 @@ def _refusals(config: Mapping[str, Any]) -> Iterator[None]:
         raise ConfigError(f"mlx-lm cannot make a {name!r} of this checkpoint: {text}") from error
 
 
-def has_module(config: Mapping[str, Any]) -> bool:
-    """Whether mlx-lm is installed and has a module for the model_type of a config."""
+def model_type_of(config: Mapping[str, Any]) -> str:
+    """The model_type of a config, empty if there is none. Raises ConfigError if it is no text."""
+    name = config.get("model_type", "")
+    if not isinstance(name, str):
+        raise ConfigError(f"config.json: expected a name as model_type, got {name!r}")
+    return name
+
+
+def check_has_module(config: Mapping[str, Any]) -> None:
+    """Raise ConfigError, saying all that is missing, unless mlx-lm has a module for a config."""
+    name = model_type_of(config)
+    unknown = f"model_type {name!r} is not supported; known: {', '.join(sorted(FAMILIES))}"
     try:
         check_version()
-        from mlx_lm.utils import MODEL_REMAPPING
+    except SourceError as error:
+        raise ConfigError(f"{unknown}; {error}") from None
+    from mlx_lm.utils import MODEL_REMAPPING
 
-        name = config.get("model_type")
-        name = MODEL_REMAPPING.get(str(name), name)
-        return importlib.util.find_spec(f"mlx_lm.models.{name}") is not None
-    except (SourceError, ImportError, ValueError):
+    if not _defines_model(MODEL_REMAPPING.get(name, name)):
+        raise ConfigError(f"{unknown}, and mlx-lm {metadata.version('mlx-lm')} has no module of it")
+
+
+def _defines_model(name: str) -> bool:
+    """Whether there is a module of this name that has a `Model`; found without importing it."""
+    import mlx_lm
+
+    place = Path(mlx_lm.__file__).parent / "models" / f"{name}.py"
+    if not name or Path(name).name != name or not place.is_file():
         return False
+    return (
+        re.search(r"^class Model\b|^from .* import .*\bModel\b", place.read_text(), re.MULTILINE)
+        is not None
+    )

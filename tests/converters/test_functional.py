@@ -294,8 +294,22 @@ def test_a_missing_or_foreign_mlx_lm_is_named(
     monkeypatch.setattr(metadata, "version", lambda _: "0.20.1")
     with pytest.raises(SourceError, match=r"mlx-lm 0\.20\.1 is not supported: pip install 'mlx-lm"):
         converters.functionalize(module)
-    monkeypatch.setattr(metadata, "version", lambda _: "0.32.7.dev1")
-    mlx_lm_source.check_version()
+
+
+@pytest.mark.parametrize(
+    ("version", "supported"),
+    [
+        ("0.32", True), ("0.32.0", True), ("0.32.3rc1", True), ("0.32.7.dev1", True),
+        ("0.32.0rc1", False), ("0.31.9", False), ("0.33rc1", False), ("0.33", False), ("x", False),
+    ],
+)  # fmt: skip
+def test_versions(monkeypatch: pytest.MonkeyPatch, version: str, supported: bool) -> None:
+    monkeypatch.setattr(metadata, "version", lambda _: version)
+    if supported:
+        mlx_lm_source.check_version()
+    else:
+        with pytest.raises(SourceError, match="is not supported"):
+            mlx_lm_source.check_version()
 
 
 def test_wrong_params_are_listed(model: Model) -> None:

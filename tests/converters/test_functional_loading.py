@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from typer.testing import CliRunner
 
 TOLERANCE = 2e-5
 ROW = tokens_of(0, 26)
+INSTALLED = metadata.version("mlx-lm")
 PLAIN = {"llama": {"layer_types": None, "sliding_window": None}}  # as the family here has it
 
 
@@ -190,6 +192,32 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
         mlx_lm_source.make_module({"model_type": "qwen2"})
 
 
+@pytest.mark.parametrize("via", [None, "mlx_lm"])
+def test_a_model_type_that_is_no_name(tmp_path: Path, via: str | None) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": ["llama"]}))
+    with pytest.raises(ConfigError, match="expected a name as model_type"):
+        converters.load(tmp_path, via=via)
+    assert "expected a name" in diagnose(tmp_path).reason
+
+
+@pytest.mark.parametrize(
+    ("found", "said"), [(None, r"pip install 'funcrt\[mlx-lm\]'"), ("0.31.1", "<0.33.0'")]
+)
+def test_what_mlx_lm_would_be_needed_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: str | None, said: str
+) -> None:
+    folder = write_config(tmp_path, "qwen2")
+
+    def version(name: str) -> str:
+        if found is None:
+            raise metadata.PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(metadata, "version", version)
+    with pytest.raises(ConfigError, match=rf"'qwen2' is not supported; known: llama.*{said}"):
+        converters.load(folder)
+
+
 # --- funcrt doctor -------------------------------------------------------------------------------
 
 
@@ -218,7 +246,12 @@ def test_doctor_says_why_not(tmp_path: Path) -> None:
     assert not found.functional
     assert "LayerCache" in found.reason
     found = diagnose(write_config(tmp_path, "llama", model_type="no_such_model"))
-    assert "neither a family" in found.reason
+    assert "mlx-lm 0.32.2 has no module of it" in found.reason.replace(INSTALLED, "0.32.2")
+    for name in ("cache", "base"):  # modules, but of no model
+        assert not diagnose(write_config(tmp_path, "llama", model_type=name)).functional
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(SourceError, match="is a file"):
+        diagnose(tmp_path / "model.gguf")
     with pytest.raises(SourceError, match=r"no config\.json"):
         diagnose(tmp_path / "nowhere")
 
