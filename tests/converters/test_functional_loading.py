@@ -26,7 +26,7 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
 from mlx_lm.utils import load_model
 from typer.testing import CliRunner
 
@@ -302,29 +302,51 @@ def test_rope_parameters_are_read(tmp_path: Path) -> None:
     assert relative_error(converters.load(folder, via="mlx_lm")([ROW])[0], by_hand) <= TOLERANCE
 
 
-def test_padding_stays_out_of_nemotron_h() -> None:
-    """Its module does not tell its recurrence where right-padded rows end."""
-    module = make_module("nemotron_h")
-    rows, width = [ROW[:9], ROW[:23]], 23
-    padded = [row + [0] * (width - len(row)) for row in rows]
-    alone = run_module(module, [*rows[0], 7], 9)[-1:]
-
-    caches = make_prompt_cache(module)
+def recurrent_states(module: nn.Module, rows: list[list[int]]) -> list[mx.array]:
+    """What mlx-lm's recurrences keep of right-padded rows, told where they end."""
+    caches, width = make_prompt_cache(module), max(map(len, rows))
     for cache in caches:
         if hasattr(cache, "lengths"):
-            cache.prepare(lengths=[9, 23])
-    module(mx.array(padded), cache=caches)
-    states = [c[1] for c in caches if hasattr(c, "lengths")]
-    own = make_prompt_cache(module)
-    module(mx.array(rows[:1]), cache=own)
-    right = [c[1] for c in own if hasattr(c, "lengths")]
-    assert relative_error(states[0][:1], right[0]) > 0.01
+            cache.prepare(lengths=[len(row) for row in rows])
+    module(mx.array([row + [0] * (width - len(row)) for row in rows]), cache=caches)
+    return [c[1] for c in caches if hasattr(c, "lengths")]
 
+
+@pytest.mark.parametrize(
+    ("name", "theirs_is_right"), [("nemotron_h", False), ("granitemoehybrid", True)]
+)
+def test_padding_stays_out_of_recurrences(name: str, theirs_is_right: bool) -> None:
+    """Nemotron-H's module does not tell its recurrence where right-padded rows end.
+
+    GraniteMoeHybrid's does, from mlx-lm 0.32.2 on.
+    """
+    module = make_module(name)
+    rows, width = [ROW[:9], ROW[:23]], 23
+    alone = run_module(module, [*rows[0], 7], 9)[-1:]
+    together, own = recurrent_states(module, rows), recurrent_states(module, rows[:1])
+    worst = max(relative_error(a[:1], b) for a, b in zip(together, own, strict=True))
+    assert worst <= TOLERANCE if theirs_is_right else worst > 0.01
+
+    padded = [row + [0] * (width - len(row)) for row in rows]
     model = converters.functionalize(module)
     valid = [[1] * len(row) + [0] * (width - len(row)) for row in rows]
     state = model(padded, mask=valid)[1]
     ours = model([[7], [7]], cache=state)[0][0]
     assert relative_error(ours, alone) <= TOLERANCE
+
+
+def test_padding_is_masked_in_minicpm3() -> None:
+    """Mlx-lm 0.32.2 takes the mask of a left-padded batch; so does the functional form."""
+    module = make_module("minicpm3")
+    pad = [14, 0]
+    rows = [[77] * pad[0] + ROW[:9], ROW[:23]]
+    alone = run_module(module, ROW[:9], 9)
+    caches = [BatchKVCache(pad) for _ in make_prompt_cache(module)]
+    assert relative_error(module(mx.array(rows), cache=caches)[0, 14:], alone) <= TOLERANCE
+    assert relative_error(module(mx.array(rows))[0, 14:], alone) > 0.01  # the padding would count
+    valid = [[0] * pad[0] + [1] * 9, [1] * 23]
+    ours = converters.functionalize(module)(rows, mask=valid)[0]
+    assert relative_error(ours[0, 14:], alone) <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["plamo3", "phi3small"])
