@@ -90,6 +90,24 @@ def make_block_attention(call: Call) -> Callable[..., mx.array]:
     return attend
 
 
+def make_reusing_attention(call: Call) -> Callable[..., mx.array]:
+    """AFM 7: attention over the keys of another layer, whose end is taken for the last token."""
+
+    def attend(
+        self: Any, x: mx.array, keys: mx.array, values: mx.array, mask: Any = None
+    ) -> mx.array:
+        batch, tokens, _ = x.shape
+        q = self.q_proj(x).reshape(batch, tokens, self.n_heads, -1).swapaxes(1, 2)
+        q = self.q_norm(self.rope(q, offset=call.placement.offset))
+        out = mx.fast.scaled_dot_product_attention(
+            q, keys, values, scale=self.scale, mask=call.widest(mask)
+        )
+        projected: mx.array = self.out_proj(out.swapaxes(1, 2).reshape(batch, tokens, -1))
+        return projected
+
+    return attend
+
+
 def _make_start(original: Callable[..., Any], call: Call) -> Callable[..., Any]:
     """RecurrentGemma's unit, which takes the first token of a text differently, row by row.
 
@@ -130,12 +148,33 @@ class ArrayRanges:
         return mx.array(start)[:, None] + steps
 
 
+class _CountsFromTheEnd:
+    """`mlx.core` for a module that counts the newest slots back from the end of the buffer.
+
+    Of MiniMax M3, whose only range between two numbers those slots are.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(mx, name)
+
+    def arange(self, start: int, stop: int | None = None, **options: Any) -> mx.array:
+        """A range from zero; or the slots of the call's tokens, int32 `[B, T, 1]`."""
+        if stop is None:
+            return mx.arange(start, **options)
+        steps = mx.arange(stop - start, dtype=mx.int32)
+        return (self._call.placement.offset[:, None] + steps)[..., None]
+
+
 def replacements(call: Call) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     """Class, attribute and replacement, of the modules of mlx-lm that are loaded."""
     for path, attribute, function in (
         ("dbrx.SparseMoeBlock", "__call__", mix_all_experts),
         ("bitlinear_layers.BitLinear", "execute_matmul_kernel", multiply_ternary),
         ("phi3small.Attention", "_block_sparse_attention", make_block_attention(call)),
+        ("afm7.KVReuseAttention", "__call__", make_reusing_attention(call)),
         ("rope_utils.DynamicNTKScalingRoPE", "__call__", make_dynamic_rope(call)),
     ):
         module, _, name = path.partition(".")
@@ -152,6 +191,9 @@ def globals_of_modules(call: Call) -> Iterator[tuple[Any, str, Any]]:
     module: Any = sys.modules.get("mlx_lm.models.gpt_bigcode")
     if module is not None:
         yield module, "np", ArrayRanges
+    module = sys.modules.get("mlx_lm.models.minimax_m3_vl")
+    if module is not None:
+        yield module, "mx", _CountsFromTheEnd(call)
     module = sys.modules.get("mlx_lm.models.nemotron_h")
     if module is not None:
         yield module, "ssm_update", _with_lengths(module.ssm_update, call)

@@ -29,7 +29,6 @@ def pure(call: Call) -> Iterator[None]:
     | `eval`, `async_eval`, `synchronize` | nothing |
     | `where` of scores by groups | with the mask for every group |
     | `arange` between offsets | the same for every row, `[B, N, 1]` |
-    | `rope` at the end of a buffer | at the offset of each row |
     | attention | never sees more than the caller's mask shows |
     | Metal kernels | what mlx-lm computes where there is no Metal |
     """
@@ -105,10 +104,6 @@ def _make_arange(original: Callable[..., Any]) -> Callable[..., Any]:
         if call is None or not args:
             return original(*args, **options)
         start, stop = (0, args[0]) if len(args) == 1 else args[:2]
-        if type(stop) is int and stop == call.capacity and start == stop - call.tokens > 0:
-            # The newest slots, counted back from the end of the buffer.
-            start = Offset(call.placement.offset)
-            stop = start + call.tokens
         if isinstance(start, int) and isinstance(stop, Offset):
             return original(start, call.capacity, dtype=mx.int32)  # every slot
         if isinstance(start, Offset) and isinstance(stop, Offset):
@@ -133,16 +128,6 @@ def _make_where(original: Callable[..., Any]) -> Callable[..., Any]:
     return where
 
 
-def _make_rope(original: Callable[..., Any]) -> Callable[..., Any]:
-    def rope(*args: Any, **options: Any) -> Any:
-        call, offset = _active(), options.get("offset")
-        if call is not None and type(offset) is int and offset == call.capacity - call.tokens:
-            options["offset"] = call.placement.offset  # counted back from the end of the buffer
-        return original(*args, **options)
-
-    return rope
-
-
 def _make_attention(original: Callable[..., Any]) -> Callable[..., Any]:
     def attention(q: mx.array, k: mx.array, v: mx.array, *args: Any, **options: Any) -> Any:
         call = _active()
@@ -162,7 +147,6 @@ _PATCHES: list[tuple[Any, str, _Make]] = [
     (mx, "bitwise_invert", _make_invert),
     (mx, "arange", _make_arange),
     (mx, "where", _make_where),
-    (mx.fast, "rope", _make_rope),
     (mx.fast, "scaled_dot_product_attention", _make_attention),
     (mx.metal, "is_available", _instead(lambda: False)),
     (mx.array, "__invert__", _make_invert),

@@ -48,15 +48,15 @@ class Translation:
             self._note(rope)
             return config
         older = _older(rope)
-        places = {name: _place(name, fields) for name in older or ()}
-        if older is None or None in places.values():
+        if older is None or not all(_places(name, fields) for name in older):
             return config
-        for name, place in places.items():
+        for name, value in older.items():
+            place = _places(name, fields)[0]
             if config.get(place) is None:
-                config[place] = older[name]
-            elif name != "rope_scaling" and config[place] != older[name]:
+                config[place] = value
+            elif name != "rope_scaling" and config[place] != value:
                 raise ConfigError(
-                    f"{_KEY} says {name}={older[name]!r}, {place} says {config[place]!r}; keep "
+                    f"{_KEY} says {name}={value!r}, {place} says {config[place]!r}; keep "
                     "the one the weights were trained with"
                 )
         self._note(rope)
@@ -128,5 +128,5 @@ def _flat(rope: Mapping[str, Any]) -> dict[str, Any]:
     return older
 
 
-def _place(name: str, fields: Mapping[str, Any]) -> str | None:
-    return next((other for other in _NAMES.get(name, (name,)) if other in fields), None)
+def _places(name: str, fields: Mapping[str, Any]) -> list[str]:
+    return [other for other in _NAMES.get(name, (name,)) if other in fields]
