@@ -10,7 +10,7 @@ from typing import Any
 
 from converters.functional.binding import Binding
 from converters.functional.caches import Call
-from converters.functional.head import stopping_at
+from converters.functional.head import Watch
 from converters.functional.layout import Layout, MakeCaches, record
 from converters.functional.pure import pure
 from funcrt.cache import (
@@ -116,12 +116,18 @@ class ModuleFamily:
     def _run(
         self, params: Params, ids: mx.array, placement: Placement, state: CacheState
     ) -> tuple[mx.array, CacheState]:
-        call = Call(placement, state)
-        x: list[mx.array] = []
+        call, head, watch = Call(placement, state), self.layout.head, Watch()
         with self.binding.bound(params) as module, pure(call), _named_lines(module):  # noqa: SIM117
-            with stopping_at(self.layout.head, x):
-                x.append(module(ids, cache=self.make_caches(call)))
-        return x[0], call.state()
+            with watch.watching():
+                x = module(ids, cache=self.make_caches(call))
+        if head is not None:
+            if not head.is_same(watch.head_of(x)) or watch.x is None:
+                raise ModuleError(
+                    f"{type(module).__module__}: its logits come from another layer in one call "
+                    "than in another; the last projection has to be the same"
+                )
+            x = watch.x  # the logits are not computed
+        return x, call.state()
 
     def _run_by_token(
         self, params: Params, ids: mx.array, call: Placement, state: CacheState

@@ -35,19 +35,20 @@ class Head(NamedTuple):
         logits: mx.array = getattr(self.layer, self.method)(x)
         return logits
 
-
-class _Reached(Exception):  # noqa: N818 (a signal, not an error)
-    """The head was reached, with this input."""
-
-    def __init__(self, x: mx.array) -> None:
-        super().__init__()
-        self.x = x
+    def is_same(self, other: Head | None) -> bool:
+        """Whether it is the same layer, used in the same way."""
+        return other is not None and self.layer is other.layer and self.method == other.method
 
 
 class Watch:
-    """The projections of a call, in order."""
+    """The last projection of a call, as it was used last.
+
+    Attributes:
+        x: its input.
+    """
 
     def __init__(self) -> None:
+        self.x: mx.array | None = None
         self._last: tuple[Head, mx.array] | None = None
 
     def head_of(self, logits: mx.array) -> Head | None:
@@ -62,7 +63,7 @@ class Watch:
 
         def note(original: Any, method: str, layer: Any, x: mx.array) -> mx.array:
             logits: mx.array = original(layer, x)
-            self._last = Head(layer, method), logits
+            self.x, self._last = x, (Head(layer, method), logits)
             return logits
 
         with _intercepted(note):
@@ -70,33 +71,16 @@ class Watch:
 
 
 @contextmanager
-def stopping_at(head: Head | None, found: list[mx.array]) -> Iterator[None]:
-    """Leave a call where it reaches `head`, and put what the head would be given into `found`."""
-
-    def stop(original: Any, method: str, layer: Any, x: mx.array) -> mx.array:
-        if head is not None and layer is head.layer and method == head.method:
-            raise _Reached(x)
-        result: mx.array = original(layer, x)
-        return result
-
-    if head is None:
-        yield
-        return
-    with _intercepted(stop):
-        try:
-            yield
-        except _Reached as reached:
-            found.append(reached.x)
-
-
-@contextmanager
 def _intercepted(function: Any) -> Iterator[None]:
-    """Calls of projections in this thread go through `function(original, method, layer, x)`."""
+    """Calls of projections in this thread go through `function(original, method, layer, x)`.
+
+    Not those of classes that only build on a projection: more may be done in them.
+    """
     thread = threading.get_ident()
 
     def make(original: Any, method: str) -> Any:
         def call(layer: Any, x: mx.array) -> Any:
-            if threading.get_ident() != thread:
+            if threading.get_ident() != thread or getattr(type(layer), method) is not call:
                 return original(layer, x)
             return function(original, method, layer, x)
 

@@ -121,6 +121,7 @@ def record(module: Module, make_caches: MakeCaches) -> Layout:
     Raises ModuleError for a module that keeps what has no fixed shape, or returns no logits.
     """
     known: dict[str, CacheEntry] = {}
+    heads: list[Head | None] = []
     for tokens in (_TOKENS, _TOKENS, 1):  # from nothing, from something, one token
         call = _Recording(tokens, known)
         watch = Watch()
@@ -129,12 +130,14 @@ def record(module: Module, make_caches: MakeCaches) -> Layout:
         if not isinstance(logits, mx.array) or logits.shape[:2] != (_BATCH, tokens):
             what = getattr(logits, "shape", type(logits).__name__)
             raise ModuleError(f"expected logits [B, T, V] of a module, got {what}")
+        heads.append(watch.head_of(logits))
         for name, entry in call.entries.items():
             if known.setdefault(name, entry) != entry:
                 raise ModuleError(
                     f"{name}: {list(known[name].shape)} {known[name].dtype} in one call and "
                     f"{list(entry.shape)} {entry.dtype} in another; it needs one fixed shape"
                 )
+    head, *others = heads
     entries = [CacheEntry("lengths", ("B",), "int32"), *known.values()]
     if not any("S" in entry.shape for entry in entries):
         # Nothing has slots. With one small array that does, capacities mean the same everywhere.
@@ -144,5 +147,5 @@ def record(module: Module, make_caches: MakeCaches) -> Layout:
         logits.shape[2],
         _DTYPES[logits.dtype],
         any(entry.kind == "recurrent" for entry in known.values()),
-        watch.head_of(logits),
+        head if head is not None and all(map(head.is_same, others)) else None,
     )

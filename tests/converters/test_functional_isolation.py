@@ -16,6 +16,7 @@ from tests.reference.mlx_lm_checks import distance, make_module, run_model, run_
 
 import mlx.core as mx
 from mlx import nn
+from mlx_lm.models import cache as caches
 
 TOLERANCE = 2e-5
 ROW = tokens_of(0, 26)
@@ -81,3 +82,67 @@ def test_modules_that_count_from_the_end_of_their_buffers(name: str) -> None:
         ours = run_model(model, model.forward, rows, [23, 9], left)
         for row, logits in zip(rows, ours, strict=True):
             assert distance(logits, run_module(module, row, 1)) < TOLERANCE
+
+
+# --- the last projection -------------------------------------------------------------------------
+
+
+class Headed(Tiny):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 101)
+        self.head.weight = self.inner.lm_head.weight
+
+    def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
+        return self.head(self.inner.model(tokens, cache=cache))
+
+
+class Twice(Headed):
+    def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
+        x = self.inner.model(tokens, cache=cache)
+        return self.head(x + mx.softmax(self.head(x)) @ self.head.weight)
+
+
+class Catches(Headed):
+    def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
+        try:
+            return super().__call__(tokens, cache)
+        except Exception:  # noqa: BLE001
+            return mx.zeros((*tokens.shape, 101))
+
+
+class WritesLater(Headed):
+    """Adds the activations of the token before, and keeps its own after the projection."""
+
+    def make_cache(self) -> list[Any]:
+        return [*(caches.KVCache() for _ in self.layers), caches.ArraysCache(size=1)]
+
+    def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
+        x = self.inner.model(tokens, cache=cache[:-1])
+        old = cache[-1][0]
+        before = mx.zeros_like(x[:, :1]) if old is None else old
+        logits = self.head(x + mx.concatenate([before, x[:, :-1]], axis=1))
+        cache[-1][0] = x[:, -1:]
+        return logits
+
+
+class Scaled(nn.Linear):
+    def __call__(self, x: mx.array) -> mx.array:
+        return super().__call__(x * 3)
+
+
+class ScaledHead(Headed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = Scaled(64, 101)
+        self.head.weight = self.inner.lm_head.weight
+
+
+@pytest.mark.parametrize("kind", [Headed, Twice, Catches, WritesLater, ScaledHead])
+def test_the_last_projection(kind: type[Headed]) -> None:
+    module = kind()
+    mx.eval(module.parameters())
+    model = converters.functionalize(module)
+    assert (model.family.layout.head is None) == (kind is ScaledHead)
+    ours = run_model(model, model.forward, [ROW], [23], False)[0]
+    assert relative_error(ours, run_module(module, ROW, 23)) < TOLERANCE
