@@ -168,6 +168,11 @@ class _CountsFromTheEnd:
         return (self._call.placement.offset[:, None] + steps)[..., None]
 
 
+def runs_metal() -> bool:
+    """Whether modules keep their Metal kernels, which export for that device class."""
+    return mx.default_device() == mx.gpu and bool(mx.metal.is_available())
+
+
 def replacements(call: Call) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     """Class, attribute and replacement, of the modules of mlx-lm that are loaded."""
     for path, attribute, function in (
@@ -177,6 +182,8 @@ def replacements(call: Call) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
         ("afm7.KVReuseAttention", "__call__", make_reusing_attention(call)),
         ("rope_utils.DynamicNTKScalingRoPE", "__call__", make_dynamic_rope(call)),
     ):
+        if function is multiply_ternary and runs_metal():
+            continue
         module, _, name = path.partition(".")
         owner = getattr(sys.modules.get(f"mlx_lm.models.{module}"), name, None)
         if owner is not None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -149,21 +151,28 @@ def load_module(folder: Path) -> tuple[Module, dict[str, Any]]:
     return module, config
 
 
-@contextmanager
+@contextlib.contextmanager
 def _refusals(config: Mapping[str, Any]) -> Iterator[None]:
     """What mlx-lm raises for a config or a checkpoint, as errors of ours."""
     name = config.get("model_type")
+    said = io.StringIO()  # a module prints why it ends the process; our stdout is not its place
     try:
-        yield
+        with contextlib.redirect_stdout(said):
+            yield
     except FuncrtError:
         raise
     except FileNotFoundError as error:
         raise SourceError(str(error)) from None
     except SystemExit:
-        raise ConfigError(f"mlx-lm's module for {name!r} needs a package of its own") from None
+        why = " ".join(said.getvalue().split())
+        raise ConfigError(
+            f"mlx-lm's module for {name!r} needs a package of its own: {why}"
+        ) from None
     except (ValueError, KeyError, TypeError, AttributeError, NotImplementedError) as error:
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ConfigError(f"mlx-lm cannot make a {name!r} of this checkpoint: {text}") from error
+    else:
+        sys.stderr.write(said.getvalue())
 
 
 def model_type_of(config: Mapping[str, Any]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from converters.functional.adapters import globals_of_modules, replacements
@@ -30,13 +29,13 @@ def pure(call: Call) -> Iterator[None]:
     | `where` of scores by groups | with the mask for every group |
     | `arange` between offsets | the same for every row, `[B, N, 1]` |
     | attention | never sees more than the caller's mask shows |
-    | Metal kernels | what mlx-lm computes where there is no Metal |
+    | Metal kernels | what mlx-lm computes where there is no Metal, unless the device is one |
     """
     with _LOCK:
         outer = getattr(_ACTIVE, "call", None)
         _ACTIVE.call = call
         patches = [*_PATCHES, *((o, n, _instead(new)) for o, n, new in replacements(call))]
-        patches += [(o, n, partial(_put, new)) for o, n, new in globals_of_modules(call)]
+        patches += [(o, n, _by_thread(new)) for o, n, new in globals_of_modules(call)]
         saved = []
         for owner, name, make in patches:
             original = getattr(owner, name)
@@ -54,7 +53,7 @@ def _active() -> Call | None:
     return getattr(_ACTIVE, "call", None)
 
 
-_Make = Callable[[Callable[..., Any]], Callable[..., Any]]
+_Make = Callable[[Any], Any]
 
 
 def _instead(replacement: Callable[..., Any]) -> _Make:
@@ -70,8 +69,24 @@ def _instead(replacement: Callable[..., Any]) -> _Make:
     return make
 
 
-def _put(replacement: Any, original: Any) -> Any:
-    return replacement
+class _ByThread:
+    """Attributes of one thing in the threads that asked for it, of another in all others."""
+
+    def __init__(self, original: Any, replacement: Any) -> None:
+        self._original = original
+        self._replacement = replacement
+
+    def __getattr__(self, name: str) -> Any:
+        chosen = self._original
+        if _active() is not None and hasattr(self._replacement, name):
+            chosen = self._replacement
+        return getattr(chosen, name)
+
+
+def _by_thread(replacement: Any) -> _Make:
+    if isinstance(replacement, type) or not callable(replacement):
+        return lambda original: _ByThread(original, replacement)
+    return _instead(replacement)
 
 
 def _same(array: mx.array, *_: Any, **__: Any) -> mx.array:
@@ -138,6 +153,14 @@ def _make_attention(original: Callable[..., Any]) -> Callable[..., Any]:
     return attention
 
 
+def _make_is_available(original: Callable[..., Any]) -> Callable[..., Any]:
+    def is_available() -> bool:
+        here = _active() is None or mx.default_device() == mx.gpu
+        return here and bool(original())
+
+    return is_available
+
+
 _PATCHES: list[tuple[Any, str, _Make]] = [
     (mx, "contiguous", _instead(_same)),
     (mx, "depends", _instead(_same)),
@@ -148,6 +171,6 @@ _PATCHES: list[tuple[Any, str, _Make]] = [
     (mx, "arange", _make_arange),
     (mx, "where", _make_where),
     (mx.fast, "scaled_dot_product_attention", _make_attention),
-    (mx.metal, "is_available", _instead(lambda: False)),
+    (mx.metal, "is_available", _make_is_available),
     (mx.array, "__invert__", _make_invert),
 ]

@@ -11,12 +11,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip("mlx_lm")
-
 import converters
 import funcrt
+import tests.mlx_lm_extra  # noqa: F401 (skips without mlx-lm)
 from converters.functional import mlx_lm_source
 from funcrt import masks
 from funcrt.buckets import BucketPlan
@@ -26,6 +23,7 @@ from tests.helpers import relative_error
 from tests.reference.mlx_lm_checks import make_module, run_model, run_module, tokens_of
 
 import mlx.core as mx
+import pytest
 from mlx import nn
 from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models import llama

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip("mlx_lm")
-
 import converters
 import funcrt
+import tests.mlx_lm_extra  # noqa: F401 (skips without mlx-lm)
 from converters.functional import loading, mlx_lm_source
 from converters.functional.doctor import diagnose
 from converters.functional.model import FunctionalModel
@@ -24,6 +24,7 @@ from tests.reference.mlx_lm_configs import make_config
 
 import mlx.core as mx
 import numpy as np
+import pytest
 from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
@@ -155,9 +156,6 @@ def test_dtype(tmp_path: Path, dtype: str) -> None:
 
 
 def test_a_bundle_needs_no_mlx_lm(tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
     folder, module = save(tmp_path / "a", "gemma3_text")
     plan = BucketPlan(batch=[1], tokens=[1, 16], capacity=[32])
     funcrt.export(converters.load(folder), tmp_path / "b.funcrt", plan)
@@ -284,6 +282,21 @@ def test_the_command(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["doctor", folder])
     assert done.exit_code == 1
     assert "because: layers.0: its cache is a" in done.stdout
+
+
+def test_what_mlx_lm_prints_is_not_the_answer(tmp_path: Path) -> None:
+    """Its olmo ends the process without a package, and says so on stdout."""
+    if importlib.util.find_spec("hf_olmo") is not None:
+        pytest.skip("ai2-olmo is installed")
+    config = {"model_type": "olmo"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code = "from funcrt.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "doctor", str(tmp_path), "--json"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "pip install ai2-olmo" in json.loads(done.stdout)["reason"]
 
 
 # --- where mlx-lm itself is wrong: the functional form is right ----------------------------------

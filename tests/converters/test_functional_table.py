@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
-pytest.importorskip("mlx_lm")
-
+import tests.mlx_lm_extra  # noqa: F401 (skips without mlx-lm)
 from tests.reference.make_mlx_lm_modules import COLUMNS, list_modules, load_table, make_row, passed
 from tests.reference.mlx_lm_bundles import check_bundle
+
+import pytest
 
 # One for each kind of cache and each way to call a module.
 SAMPLE = {
