@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,10 @@ class Binding:
     Layers with packed weights also take dense ones: where a dict has no scales for one, it is a
     dense layer for the time of the call.
 
+    Arrays that are no parameters are constants, wherever attributes, dicts, lists and tuples lead.
+    Those that only a closure, a `functools.partial`, a deque or `__slots__` hold are not seen: MLX
+    exports them wrong unless they are in row order, and what a call does to them stays.
+
     Args:
         module: left as it was found after every use, whatever happened.
         dense_kinds: kinds of layers with packed weights, and their dense equivalents.
@@ -35,11 +39,11 @@ class Binding:
         self.packed: dict[str, Any] = {}
         self._lock = threading.RLock()
         self._places: dict[str, tuple[Any, Any]] = {}
-        self._constants: list[tuple[Any, Any, mx.array]] = []
         self._find(module, "", set())
-        # In row order: constants in another one would be exported silently wrong.
-        self._rows = [mx.contiguous(value) for _, _, value in self._constants]
-        mx.eval(self._rows)
+        # In row order: constants in another one would be exported silently wrong. Kept with what
+        # they are made of, whose id would be given away otherwise.
+        self._rows = {id(array): (array, mx.contiguous(array)) for array in self._constants()}
+        mx.eval([rows for _, rows in self._rows.values()])
 
     def _find(self, tree: Any, prefix: str, seen: set[int]) -> None:
         if id(tree) in seen:
@@ -50,14 +54,18 @@ class Binding:
             self.packed[prefix.removesuffix(".")] = tree
         for key, value in _items(tree):
             if isinstance(tree, Module) and str(key).startswith("_"):
-                if isinstance(value, mx.array):
-                    self._constants.append((tree, key, value))
-                continue
+                continue  # MLX takes none of these for parameters
             if isinstance(value, mx.array):
                 if not isinstance(tree, tuple):
                     self._places[f"{prefix}{key}"] = (tree, key)
             elif isinstance(value, (dict, list, tuple)):
                 self._find(value, f"{prefix}{key}.", seen)
+
+    def _constants(self) -> Iterator[mx.array]:
+        places = {(id(tree), key) for tree, key in self._places.values()}
+        for thing, content, attributes in _save(self.module):
+            held = [value for key, value in _items(content) if (id(thing), key) not in places]
+            yield from _arrays([*held, *(attributes or {}).values()])
 
     def params(self) -> Params:
         """The module's parameters as they are now."""
@@ -79,12 +87,11 @@ class Binding:
             dense = [part for name, part in self.packed.items() if f"{name}.scales" not in params]
             kinds = [(part, type(part)) for part in dense]
             try:
-                self.replace(params)
+                _renew_arrays(saved, self._rows)
+                # Handles of their own: what a module does in place must not reach the caller's.
+                self.replace({name: array[...] for name, array in params.items()})
                 for part, kind in kinds:
                     part.__class__ = self._dense_kinds[kind]
-                for (tree, key, value), rows in zip(self._constants, self._rows, strict=True):
-                    if dict_get(tree, key) is value:
-                        _put(tree, key, rows)
                 yield self.module
             finally:
                 for part, kind in kinds:
@@ -116,6 +123,42 @@ def _items(tree: Any) -> list[tuple[Any, Any]]:
 # --- what a call may have changed -----------------------------------------------------------------
 
 _Saved = list[tuple[Any, Any, "dict[str, Any] | None"]]
+
+
+def _arrays(values: Iterable[Any]) -> Iterator[mx.array]:
+    """The arrays among `values`, and those in tuples among them."""
+    for value in values:
+        if isinstance(value, mx.array):
+            yield value
+        elif isinstance(value, tuple):
+            yield from _arrays(value)
+
+
+def _renew_arrays(saved: _Saved, rows: Mapping[int, tuple[mx.array, mx.array]]) -> None:
+    """Put handles that nobody else has in the place of all arrays; in row order where known."""
+    made: dict[int, Any] = {}  # the same one in every place of the same one
+
+    def renew(value: Any) -> Any:
+        if id(value) not in made:
+            if isinstance(value, mx.array):
+                made[id(value)] = rows.get(id(value), (value, value))[1][...]
+            else:
+                parts = [renew(part) if _holds(part) else part for part in value]
+                kind = type(value)
+                made[id(value)] = kind._make(parts) if hasattr(kind, "_make") else kind(parts)
+        return made[id(value)]
+
+    for thing, content, attributes in saved:
+        for key, value in _items(content):
+            if _holds(value):
+                _put(thing, key, renew(value))
+        for key, value in (attributes or {}).items():
+            if _holds(value):
+                thing.__dict__[key] = renew(value)
+
+
+def _holds(value: Any) -> bool:
+    return any(True for _ in _arrays([value]))
 
 
 def _save(root: Any) -> _Saved:

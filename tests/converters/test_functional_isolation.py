@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip("mlx_lm")
-
 import converters
+import funcrt
+import tests.mlx_lm_extra  # noqa: F401 (skips without mlx-lm)
 from funcrt import cache, masks
 from funcrt.model import Model
 from tests.helpers import relative_error
 from tests.reference.mlx_lm_checks import distance, make_module, run_model, run_module, tokens_of
 
 import mlx.core as mx
+import pytest
 from mlx import nn
 from mlx_lm.models import cache as caches
 
@@ -37,11 +37,16 @@ class Tiny(nn.Module):
         return self.inner(tokens, cache=cache)
 
 
-def run(model: Model, ids: list[int], capacity: int) -> mx.array:
+def call(model: Model, ids: list[int] = ROW[:4], capacity: int = 8) -> tuple[Any, ...]:
+    """Tokens, mask and state of a first call."""
     state = model.init_cache(1, capacity)
     size = cache.state_size(state)[1]
     mask = masks.causal(mx.ones((1, len(ids))), state["lengths"], size)
-    return model.forward(model.params, mx.array([ids], dtype=mx.int32), mask, state)[0]
+    return mx.array([ids], dtype=mx.int32), mask, state
+
+
+def run(model: Model, ids: list[int], capacity: int) -> mx.array:
+    return model.forward(model.params, *call(model, ids, capacity))[0]
 
 
 # --- sizes that happen to be equal ---------------------------------------------------------------
@@ -146,3 +151,82 @@ def test_the_last_projection(kind: type[Headed]) -> None:
     assert (model.family.layout.head is None) == (kind is ScaledHead)
     ours = run_model(model, model.forward, [ROW], [23], False)[0]
     assert relative_error(ours, run_module(module, ROW, 23)) < TOLERANCE
+
+
+# --- arrays that are no parameters ---------------------------------------------------------------
+
+
+class Holder:
+    def __init__(self, array: mx.array) -> None:
+        self.array = array
+
+
+class Constant(Tiny):
+    """Adds a constant that is not in row order, kept in one of several ways."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        array = mx.arange(202, dtype=mx.float32).reshape(101, 2).T
+        mx.eval(array)
+        self.place = place
+        if place == "object":
+            self.kept = Holder(array)
+        elif place == "tuple":
+            self.kept = (1, (array,))
+        elif place == "list":
+            self._kept = [array]
+        else:
+            self._kept = nn.Linear(2, 101, bias=False)
+            self._kept.weight = array
+
+    def array(self) -> mx.array:
+        if self.place == "object":
+            return self.kept.array
+        if self.place == "tuple":
+            return self.kept[1][0]
+        return self._kept[0] if self.place == "list" else self._kept.weight
+
+    def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
+        return super().__call__(tokens, cache) + self.array()[:1]
+
+
+@pytest.mark.parametrize("place", ["object", "tuple", "list", "module"])
+def test_constants_are_exported_in_row_order(place: str, tmp_path: Path) -> None:
+    module = Constant(place)
+    before = module.array()
+    model = converters.functionalize(module)
+    assert model.params.keys() == converters.functionalize(Tiny()).params.keys()
+    tokens, mask, state = call(model)
+    flat = funcrt.flatten(model.forward, model.params, tokens, mask, state)[0]
+    arrays = [*model.params.values(), tokens, mask, *state.values()]
+    mx.export_function(str(tmp_path / "f.mlxfn"), flat, *arrays)
+    logits = mx.import_function(str(tmp_path / "f.mlxfn"))(*arrays)[0]
+    assert relative_error(logits, module(tokens)) < TOLERANCE
+    assert module.array() is before
+
+
+class Counts(Tiny):
+    """Changes a parameter and a constant in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = mx.zeros((101,))
+        self._count = mx.zeros((4,))
+
+    def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
+        logits, bias = super().__call__(tokens, cache), self.bias
+        bias += 1
+        self._count[0] = self._count[0] + logits.max()
+        return logits + bias + self._count[0]
+
+
+def test_what_a_module_does_in_place_stays_in_the_call() -> None:
+    module = Counts()
+    model = converters.functionalize(module)
+    expected = run(model, ROW[:4], 8)
+    assert relative_error(run(model, ROW[:4], 8), expected) == 0
+    mx.eval(mx.compile(lambda params: model.forward(params, *call(model)))(model.params))
+    assert relative_error(run(model, ROW[:4], 8), expected) == 0
+    assert not mx.any(module._count).item()
+    assert not mx.any(module.bias).item()
+    assert not mx.any(model.params["bias"]).item()

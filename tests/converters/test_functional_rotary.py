@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
-pytest.importorskip("mlx_lm")
-
+import tests.mlx_lm_extra  # noqa: F401 (skips without mlx-lm)
 from converters.functional import mlx_lm_source
 from funcrt.errors import ConfigError
 from tests.reference.mlx_lm_configs import make_config
 
+import pytest
 from mlx import nn
 from mlx_lm.models.base import BaseModelArgs
 
