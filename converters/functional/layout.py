@@ -20,6 +20,13 @@ _DTYPES = {
     mx.uint32: "uint32", mx.int64: "int32",  # token ids
 }  # fmt: skip
 
+_KINDS = (
+    "KVCache", "RotatingKVCache", "ChunkedKVCache", "ConcatenateKVCache", "ArraysCache",
+    "CacheList",
+)  # fmt: skip
+# What every class has of its own, and what makes a cache: stand-ins are made in another way.
+_HARMLESS = {"__init__", "__annotations__", *vars(type("Empty", (), {}))}
+
 MakeCaches = Callable[[Call], list[Any]]
 
 
@@ -52,26 +59,37 @@ def make_stand_ins(caches: Sequence[Any]) -> MakeCaches:
 
 def _maker(cache: Any, name: str) -> Callable[[Call], Any]:
     kind = type(cache)
-    kinds = {base.__name__ for base in kind.__mro__}
-    if "RotatingKVCache" in kinds:
+    known = _known_kind(kind)
+    if known == "RotatingKVCache":
         if cache.keep:
             raise ModuleError(
                 f"{name}: a rotating cache that keeps its first {cache.keep} tokens is not "
                 "supported; make it without `keep`"
             )
         return lambda call: Slots(kind, call, name, cache.max_size)
-    if kinds & {"KVCache", "ConcatenateKVCache", "ChunkedKVCache"}:
+    if known in ("KVCache", "ConcatenateKVCache", "ChunkedKVCache"):
         return lambda call: Slots(kind, call, name)
-    if "ArraysCache" in kinds:
+    if known == "ArraysCache":
         return lambda call: Entries(kind, call, name, len(cache.cache))
-    if "CacheList" in kinds:
+    if known == "CacheList":
         parts = [_maker(part, f"{name}.{i}") for i, part in enumerate(cache.caches)]
         return lambda call: Several(kind, *(part(call) for part in parts))
     raise ModuleError(
         f"{name}: its cache is a {kind.__module__}.{kind.__name__}, which is not one of mlx-lm's "
-        "cache classes: give it a KVCache, RotatingKVCache, ChunkedKVCache, ArraysCache or a "
+        "cache classes, or does by itself what those do: give it a KVCache, RotatingKVCache, ChunkedKVCache, ArraysCache or a "
         "CacheList of them in make_cache()"
     )
+
+
+def _known_kind(kind: type) -> str | None:
+    """mlx-lm's name for what a cache does; None if a class of its own does it differently."""
+    own: set[str] = set()
+    for base in kind.__mro__:
+        if base.__module__ == "mlx_lm.models.cache" and base.__name__ in _KINDS:
+            replaced = {name for name in own if hasattr(base, name)} - _HARMLESS
+            return None if replaced else base.__name__
+        own |= vars(base).keys()
+    return None
 
 
 class _Recording(Call):

@@ -9,6 +9,7 @@ import converters
 import funcrt
 import tests.mlx_lm_extra  # noqa: F401 (skips without mlx-lm)
 from funcrt import cache, masks
+from funcrt.errors import ModuleError
 from funcrt.model import Model
 from tests.helpers import relative_error
 from tests.reference.mlx_lm_checks import distance, make_module, run_model, run_module, tokens_of
@@ -230,3 +231,40 @@ def test_what_a_module_does_in_place_stays_in_the_call() -> None:
     assert not mx.any(module._count).item()
     assert not mx.any(module.bias).item()
     assert not mx.any(model.params["bias"]).item()
+
+
+# --- caches --------------------------------------------------------------------------------------
+
+
+class Named(caches.KVCache):
+    """Only another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.label = "first"
+
+
+class Doubles(caches.KVCache):
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        return super().update_and_fetch(keys, 2 * values)
+
+
+KVCache = type("KVCache", (), {"update_and_fetch": Doubles.update_and_fetch})
+
+
+class Caches(Tiny):
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def make_cache(self) -> list[Any]:
+        return [self.kind() for _ in self.layers]
+
+
+def test_a_cache_class_of_its_own_is_taken_only_if_it_does_the_same() -> None:
+    module = Caches(Named)
+    model = converters.functionalize(module)
+    assert relative_error(run(model, ROW[:4], 8), module(mx.array([ROW[:4]]))) < TOLERANCE
+    for kind in (Doubles, KVCache):
+        with pytest.raises(ModuleError, match=rf"its cache is a .*{kind.__name__}, which is not"):
+            converters.functionalize(Caches(kind))
