@@ -15,7 +15,7 @@ import converters
 import funcrt
 import tests.mlx_lm_extra  # noqa: F401 (skips without mlx-lm)
 from converters.functional import mlx_lm_source
-from funcrt import masks
+from funcrt import cache, masks
 from funcrt.buckets import BucketPlan
 from funcrt.errors import CacheError, InputError, ModuleError, ParamsError, SourceError
 from funcrt.model import Model
@@ -184,18 +184,26 @@ def test_trees_are_refused_by_recurrent_modules() -> None:
         model.forward(model.params, tokens, mask, state)
 
 
-def test_a_row_of_padding_leaves_a_recurrent_state_as_it_is() -> None:
-    model = converters.functionalize(make_module("mamba2"))
-    state = model([ROWS[0]])[1]
-    tokens, capacity = mx.array([[5, 6]], dtype=mx.int32), state["positions"].shape[1]
-    blind = mx.zeros((1, 1, 2, capacity), mx.bool_)
-    logits, after = model.forward(model.params, tokens, blind, state)
+@pytest.mark.parametrize("name", ["mamba2", "rwkv7", "recurrent_gemma", "falcon_h1", "lfm2"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_idle_row_leaves_a_recurrent_state_as_it_is(name: str, count: int) -> None:
+    model = converters.functionalize(make_module(name))
+    rows = [ROWS[1][:9], ROWS[0][:9]]
+    state = model(rows)[1]
+    capacity = cache.state_size(state)[1]
+    tokens = mx.array([[5, 6][:count], ROWS[0][9 : 9 + count]], dtype=mx.int32)
+    real = mx.array([[0] * count, [1] * count])
+    mask = masks.causal(real, state["lengths"], capacity)
+    logits, after = model.forward(model.params, tokens, mask, state)
     assert mx.isfinite(logits).all().item()
-    for name, array in state.items():
-        kept = array[:, :-1] if name == "positions" else array  # the scratch slot may change
-        assert mx.array_equal(
-            after[name][:, : kept.shape[1]] if kept.ndim > 1 else after[name], kept
-        ).item()
+    recurrent = [entry for entry in state if cache.kind_of(entry) == "recurrent"]
+    assert recurrent
+    for entry in recurrent:
+        assert mx.array_equal(after[entry][0], state[entry][0]).item()
+        assert not mx.array_equal(after[entry][1], state[entry][1]).item()
+    assert after["lengths"].tolist() == [9, 9 + count]
+    whole = model([ROWS[0][: 9 + count]])[0]
+    assert relative_error(logits[1, -1], whole[0, -1]) <= TOLERANCE
 
 
 class Tiny(nn.Module):
@@ -317,7 +325,14 @@ def test_wrong_params_are_listed(model: Model) -> None:
         type(model)(model.config, params, None, model.family)
 
 
-def test_nothing_else_imports_mlx_lm() -> None:
-    code = "import funcrt, converters, sys; print(any(n.startswith('mlx_lm') for n in sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+def test_nothing_else_imports_mlx_lm(tiny: Any) -> None:
+    """Not even checkpoints that a family here reads, as folders or as GGUF files."""
+    code = (
+        "import sys, funcrt, converters; [converters.load(path) for path in sys.argv[1:]];"
+        "print(any(name.startswith('mlx_lm') for name in sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tiny.hf()), str(tiny.gguf())],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
     assert done.stdout.strip() == "False"

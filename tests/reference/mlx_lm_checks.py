@@ -10,7 +10,6 @@ import importlib
 import io
 import json
 import re
-import subprocess
 import sys
 import tempfile
 import traceback
@@ -21,9 +20,9 @@ from typing import Any
 
 import converters
 from funcrt import cache, masks
-from funcrt.flat import flatten
 from funcrt.model import Model
 from tests.reference.mlx_lm_configs import make_args
+from tests.reference.mlx_lm_exports import Sizes, run_exported
 
 import mlx.core as mx
 import numpy as np
@@ -31,7 +30,7 @@ from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 TOLERANCE = 2e-5  # float32, as a share of the largest logit
-PROMPT, STEPS, CAPACITY = 23, 3, 40
+PROMPT, STEPS, CAPACITY = SIZES = Sizes(23, 3, 40)
 COLUMNS = ("eager", "compiled", "exported", "ragged_left", "ragged_right", "dtype")
 
 
@@ -76,10 +75,15 @@ def tokens_of(row: int, count: int) -> list[int]:
     return np.random.default_rng([row, 7]).integers(1, 100, count).tolist()
 
 
-def run_module(module: nn.Module, ids: list[int], prompt: int) -> mx.array:
-    """mlx-lm's own logits `[T, V]`: a prompt, then token by token."""
+def make_prompt_cache(module: nn.Module) -> list[Any]:
+    """mlx-lm's own caches."""
     from mlx_lm.models.cache import make_prompt_cache
 
+    return list(make_prompt_cache(module))
+
+
+def run_module(module: nn.Module, ids: list[int], prompt: int) -> mx.array:
+    """mlx-lm's own logits `[T, V]`: a prompt, then token by token."""
     caches = make_prompt_cache(module)
     pieces = [ids[:prompt], *([token] for token in ids[prompt:])]
     with without_metal():
@@ -105,6 +109,24 @@ def without_metal() -> Iterator[None]:
         yield
     finally:
         BitLinear.execute_matmul_kernel = original
+
+
+def cache_dtypes(name: str, kept: Any) -> dict[str, mx.Dtype]:
+    """The dtypes of mlx-lm's own caches, under the names that a cache state has."""
+    if isinstance(kept, mx.array):
+        return {name: mx.int32 if kept.dtype == mx.int64 else kept.dtype}  # token ids
+    if isinstance(kept, (list, tuple)):
+        parts = [(f"{name}.{i}", part) for i, part in enumerate(kept)]
+    elif hasattr(kept, "caches"):
+        return cache_dtypes(name, kept.caches)
+    elif hasattr(kept, "cache"):
+        parts = [(f"{name}.entry{i}", part) for i, part in enumerate(kept.cache)]
+    else:
+        parts = [(f"{name}.{key}", getattr(kept, key, None)) for key in ("keys", "values")]
+    found: dict[str, mx.Dtype] = {}
+    for path, part in parts:
+        found |= cache_dtypes(path, part) if part is not None else {}
+    return found
 
 
 Forward = Callable[..., Any]
@@ -147,48 +169,6 @@ def distance(ours: mx.array, theirs: mx.array) -> float:
     if a.shape != b.shape or not np.isfinite(b).all():
         return float("nan")
     return float(np.abs(a - b).max() / np.abs(b).max())
-
-
-def run_exported(model: Model, rows: list[list[int]], folder: Path) -> mx.array:
-    """Logits of one row from graphs that a new process imported."""
-    arrays: dict[str, mx.array] = {f"p.{k}": v for k, v in model.params.items()}
-    state = model.init_cache(1, CAPACITY)
-    arrays |= {f"s.{k}": v for k, v in state.items()}
-    capacity = cache.state_size(state)[1]
-    for count in (PROMPT, 1):
-        tokens = mx.zeros((1, count), mx.int32)
-        mask = mx.zeros((1, 1, count, capacity), mx.bool_)
-        flat = flatten(model.forward, model.params, tokens, mask, state)[0]
-        mx.export_function(
-            str(folder / f"{count}.mlxfn"), flat, *model.params.values(), tokens, mask,
-            *state.values(),
-        )  # fmt: skip
-    arrays["tokens"] = mx.array(rows[0], dtype=mx.int32)
-    mx.save_safetensors(str(folder / "in.safetensors"), arrays)
-    (folder / "names.json").write_text(json.dumps([list(model.params), list(state), capacity]))
-    subprocess.run(
-        [sys.executable, __file__, "--import", str(folder)], check=True, capture_output=True
-    )
-    return mx.load(str(folder / "out.safetensors"))["logits"]
-
-
-def run_imported(folder: Path) -> None:
-    """The other process: knows nothing of the model."""
-    arrays = mx.load(str(folder / "in.safetensors"))
-    params, names, capacity = json.loads((folder / "names.json").read_text())
-    state = [arrays[f"s.{name}"] for name in names]
-    weights = [arrays[f"p.{name}"] for name in params]
-    ids = arrays["tokens"].tolist()
-    out, start = [], 0
-    for count in (PROMPT, *[1] * STEPS):
-        forward = mx.import_function(str(folder / f"{count}.mlxfn"))
-        tokens = mx.array([ids[start : start + count]], dtype=mx.int32)
-        slot = mx.arange(start, start + count)[:, None]
-        mask = (mx.arange(capacity) <= slot)[None, None]
-        logits, *state = forward(*weights, tokens, mask, *state)
-        out.append(logits[0])
-        start += count
-    mx.save_safetensors(str(folder / "out.safetensors"), {"logits": mx.concatenate(out)})
 
 
 def check(name: str) -> dict[str, Any]:
@@ -239,7 +219,7 @@ def check(name: str) -> dict[str, Any]:
 
     def exported() -> None:
         with tempfile.TemporaryDirectory() as folder:
-            ours = run_exported(shared["model"], rows, Path(folder))
+            ours = run_exported(shared["model"], rows[0], SIZES, Path(folder))
         passes(distance(ours, shared["eager"]), "exported")
 
     def ragged(left: bool) -> Callable[[], None]:
@@ -264,11 +244,16 @@ def check(name: str) -> dict[str, Any]:
         mask = mx.zeros((1, 1, 5, cache.state_size(state)[1]), mx.bool_)
         ids = mx.array([rows[0][:5]], dtype=mx.int32)
         logits, after = model.forward(model.params, ids, mask, state)
+        caches = make_prompt_cache(half)
         with without_metal():
-            theirs = half(ids).dtype  # lazy: MLX has no 16-bit gathered product on a CPU
+            theirs = half(ids, cache=caches).dtype  # lazy: a CPU has no 16-bit gathered product
         if logits.dtype != theirs:
             raise ArithmeticError(f"{logits.dtype} instead of {theirs}")
-        assert all(after[key].dtype == array.dtype for key, array in state.items())
+        kept = cache_dtypes("layers", caches)
+        for key, array in state.items():
+            if {array.dtype, after[key].dtype, kept.get(key, array.dtype)} != {array.dtype}:
+                raise ArithmeticError(f"{key}: {after[key].dtype} instead of {kept.get(key)}")
+        assert kept.keys() & state.keys()
 
     parts = (eager, compiled, exported, ragged(True), ragged(False), dtype)
     for column, part in zip(COLUMNS, parts, strict=True):
@@ -292,9 +277,6 @@ def _short(error: BaseException) -> str:
 
 
 def main() -> None:
-    if sys.argv[1] == "--import":
-        run_imported(Path(sys.argv[2]))
-        return
     print("ROW " + json.dumps(check(sys.argv[1])))
 
 
