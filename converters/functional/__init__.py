@@ -32,6 +32,7 @@ def functionalize(module: Module, config: Mapping[str, Any] | None = None) -> Mo
     Raises:
         ModuleError: caches of an unknown class or without fixed shapes, or code that depends on
             the values of arrays; the line is named.
+        ConfigError: end-of-text ids that are no numbers.
         SourceError: mlx-lm is missing, or a version that is not supported.
     """
     from converters.functional import mlx_lm_source

@@ -88,6 +88,9 @@ class Binding:
             kinds = [(part, type(part)) for part in dense]
             try:
                 _renew_arrays(saved, self._rows)
+                for part, _, _ in saved:
+                    if isinstance(part, Module):
+                        part.__dict__["_training"] = False  # dropout is drawn anew in every call
                 # Handles of their own: what a module does in place must not reach the caller's.
                 self.replace({name: array[...] for name, array in params.items()})
                 for part, kind in kinds:

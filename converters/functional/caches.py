@@ -137,8 +137,9 @@ class Slots(_StandIn):
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array:
-        """Bool `[B, 1, T, S]`, whatever form was asked for."""
-        return self._call.mask(window_size or self._window)
+        """Bool `[B, 1, T, S]`, whatever form was asked for; the smaller of two windows."""
+        windows = [window for window in (window_size, self._window) if window]
+        return self._call.mask(min(windows, default=None))
 
     def maybe_trim_front(self) -> None:
         """Nothing to do: slots are kept, the module's mask leaves them out."""

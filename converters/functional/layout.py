@@ -76,8 +76,8 @@ def _maker(cache: Any, name: str) -> Callable[[Call], Any]:
         return lambda call: Several(kind, *(part(call) for part in parts))
     raise ModuleError(
         f"{name}: its cache is a {kind.__module__}.{kind.__name__}, which is not one of mlx-lm's "
-        "cache classes, or does by itself what those do: give it a KVCache, RotatingKVCache, ChunkedKVCache, ArraysCache or a "
-        "CacheList of them in make_cache()"
+        "cache classes, or replaces methods of one: give it a KVCache, RotatingKVCache, "
+        "ChunkedKVCache, ArraysCache or a CacheList of them in make_cache()"
     )
 
 

@@ -32,6 +32,13 @@ LEAVE_PADDING_OUT = {
 }  # fmt: skip
 
 
+# What modules raise for a config with entries that are missing or of another type or range.
+_REFUSALS = (
+    ValueError, LookupError, TypeError, AttributeError, NotImplementedError, ArithmeticError,
+    AssertionError,
+)  # fmt: skip
+
+
 def check_version() -> None:
     """Raise SourceError unless a supported mlx-lm is installed."""
     wanted = f"mlx-lm>={_dotted(OLDEST)},<{_dotted(NEWEST)}"
@@ -168,7 +175,7 @@ def _refusals(config: Mapping[str, Any]) -> Iterator[None]:
         raise ConfigError(
             f"mlx-lm's module for {name!r} needs a package of its own: {why}"
         ) from None
-    except (ValueError, KeyError, TypeError, AttributeError, NotImplementedError) as error:
+    except _REFUSALS as error:
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ConfigError(f"mlx-lm cannot make a {name!r} of this checkpoint: {text}") from error
     else:

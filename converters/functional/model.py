@@ -11,7 +11,7 @@ from typing import Any
 from converters.functional.family import ModuleFamily
 from funcrt import params as weights
 from funcrt.config import ModelConfig, RopeConfig
-from funcrt.errors import ParamsError
+from funcrt.errors import ConfigError, ParamsError
 from funcrt.model import Model
 from funcrt.params import Params, Preparation, Quantization
 from funcrt.text import Tokenizer
@@ -26,7 +26,7 @@ class ModuleConfig(ModelConfig):
     Nothing here changes what is computed: the module has settled that.
     """
 
-    source: Mapping[str, Any] = field(default_factory=dict)
+    source: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         """Any sizes will do."""
@@ -96,7 +96,10 @@ class FunctionalModel(Model):
 def describe(
     family: ModuleFamily, params: Params, config: Mapping[str, Any] | None
 ) -> ModuleConfig:
-    """A config for a module, as far as `config`, its arguments and its arrays tell."""
+    """A config for a module, as far as `config`, its arguments and its arrays tell.
+
+    Raises ConfigError for end-of-text ids that are no numbers.
+    """
     args = getattr(family.binding.module, "args", None) or getattr(
         family.binding.module, "config", None
     )
@@ -115,8 +118,6 @@ def describe(
     hidden = size(tables[0][-1] if tables else 1, "hidden_size", "d_model", "n_embd", "dim")
     kv_heads, head_dim = (keys[0][1], keys[0][3]) if keys else (1, hidden)
     heads = size(int(kv_heads), "num_attention_heads", "n_heads", "n_head", "num_heads")
-    ids = known.get("eos_token_id")
-    ids = [ids] if isinstance(ids, int) else ids or []
     return ModuleConfig(
         model_type=str(known.get("model_type", type(family.binding.module).__module__)),
         vocab_size=layout.vocab_size,
@@ -129,10 +130,17 @@ def describe(
         norm_eps=1e-5,
         rope=RopeConfig(),
         max_positions=size(2048, "max_position_embeddings", "n_positions", "max_seq_len"),
-        eos_token_ids=tuple(int(token) for token in ids),
+        eos_token_ids=_read_ids(known.get("eos_token_id")),
         dtype=layout.dtype,
         source=source,
     )
+
+
+def _read_ids(value: Any) -> tuple[int, ...]:
+    ids = [] if value is None else value if isinstance(value, (list, tuple)) else [value]
+    if not all(type(token) is int for token in ids):
+        raise ConfigError(f"eos_token_id: expected a token id or a list of them, got {value!r}")
+    return tuple(ids)
 
 
 def make_model(

@@ -8,16 +8,19 @@ from typing import Any
 import converters
 import funcrt
 import tests.mlx_lm_extra  # noqa: F401 (skips without mlx-lm)
+from converters.functional import mlx_lm_source
 from funcrt import cache, masks
-from funcrt.errors import ModuleError
+from funcrt.errors import ConfigError, ModuleError
 from funcrt.model import Model
 from tests.helpers import relative_error
 from tests.reference.mlx_lm_checks import distance, make_module, run_model, run_module, tokens_of
+from tests.reference.mlx_lm_configs import make_config
 
 import mlx.core as mx
 import pytest
 from mlx import nn
 from mlx_lm.models import cache as caches
+from mlx_lm.models.base import create_attention_mask
 
 TOLERANCE = 2e-5
 ROW = tokens_of(0, 26)
@@ -268,3 +271,80 @@ def test_a_cache_class_of_its_own_is_taken_only_if_it_does_the_same() -> None:
     for kind in (Doubles, KVCache):
         with pytest.raises(ModuleError, match=rf"its cache is a .*{kind.__name__}, which is not"):
             converters.functionalize(Caches(kind))
+
+
+class Rotating(Tiny):
+    def __init__(self, size: int, window: int) -> None:
+        super().__init__()
+        self.sizes = (size, window)
+
+    def make_cache(self) -> list[Any]:
+        return [caches.RotatingKVCache(max_size=self.sizes[0]) for _ in self.layers]
+
+    def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
+        x = self.inner.model.embed_tokens(tokens)
+        mask = create_attention_mask(x, cache[0], window_size=self.sizes[1])
+        for layer, part in zip(self.layers, cache, strict=True):
+            x = layer(x, mask, part)
+        return self.inner.lm_head(self.inner.model.norm(x))
+
+
+@pytest.mark.parametrize(("size", "window"), [(6, 12), (12, 6)])
+def test_the_smaller_of_two_windows_counts(size: int, window: int) -> None:
+    module = Rotating(size, window)
+    model = converters.functionalize(module)
+    ours = run_model(model, model.forward, [ROW], [23], False)[0]
+    same = Rotating(6, 6)
+    assert relative_error(ours, run_module(same, ROW, 1)) < TOLERANCE
+
+
+# --- training ------------------------------------------------------------------------------------
+
+
+class Drops(Tiny):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+
+    def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
+        return self.dropout(super().__call__(tokens, cache))
+
+
+def test_a_module_in_training_is_evaluated_and_left_in_training() -> None:
+    module = Drops()
+    module.train()
+    model = converters.functionalize(module)
+    logits = run(model, ROW[:4], 8)
+    assert module.training
+    assert module.dropout.training
+    assert relative_error(logits, module.eval()(mx.array([ROW[:4]]))) < TOLERANCE
+
+
+# --- configs -------------------------------------------------------------------------------------
+
+
+def test_the_config_of_a_module_can_be_a_key() -> None:
+    config = {"eos_token_id": [1, 2], "nested": {"a": [1]}}
+    model = converters.functionalize(Tiny(), config)
+    assert model.config.eos_token_ids == (1, 2)
+    assert hash(model.config) == hash(converters.functionalize(Tiny(), config).config)
+
+
+@pytest.mark.parametrize("ids", ["</s>", ["</s>"], 1.5, {"a": 1}, True])
+def test_end_of_text_ids_are_numbers(ids: Any) -> None:
+    with pytest.raises(ConfigError, match="eos_token_id: expected a token id"):
+        converters.functionalize(Tiny(), {"eos_token_id": ids})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_attention_heads": 0}, {"num_attention_heads": "4"}, {"hidden_size": -64},
+        {"num_hidden_layers": None}, {"vocab_size": "many"}, {"rope_scaling": [1]},
+        {"quantization": {"group_size": 32}}, {"quantization": 4},
+    ],
+)  # fmt: skip
+def test_entries_of_wrong_types_are_refused(changes: dict[str, Any]) -> None:
+    config = {k: v for k, v in make_config("qwen2").items() if v is not None} | changes
+    with pytest.raises(ConfigError, match="mlx-lm cannot make a 'qwen2' of this checkpoint"):
+        mlx_lm_source.make_module(config)
