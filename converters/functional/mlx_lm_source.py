@@ -71,9 +71,14 @@ def _dotted(version: tuple[int, ...]) -> str:
 def make_caches(module: Module) -> list[Any]:
     """The caches that mlx-lm makes for a module. Raises SourceError, see `check_version`."""
     check_version()
-    from mlx_lm.models.cache import make_prompt_cache
+    from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
-    return list(make_prompt_cache(module))
+    caches = list(make_prompt_cache(module))
+    if type(module).__module__ == "mlx_lm.models.plamo3":
+        for cache in caches:
+            if isinstance(cache, RotatingKVCache):
+                cache.max_size += 1  # made for one token less than the module's mask shows
+    return caches
 
 
 def needs_single_tokens(module: Module, caches: Sequence[Any]) -> bool:
