@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from converters.functional.caches import Call
+from converters.functional.muse_spark import KERNELS
 from funcrt.cache import give_sight
 
 import mlx.core as mx
@@ -201,6 +202,9 @@ def globals_of_modules(call: Call) -> Iterator[tuple[Any, str, Any]]:
     module = sys.modules.get("mlx_lm.models.minimax_m3_vl")
     if module is not None:
         yield module, "mx", _CountsFromTheEnd(call)
+    module = sys.modules.get("mlx_lm.models.muse_spark")
+    if module is not None and not runs_metal():
+        yield from ((module, name, kernel) for name, kernel in KERNELS.items())
     module = sys.modules.get("mlx_lm.models.nemotron_h")
     if module is not None:
         yield module, "ssm_update", _with_lengths(module.ssm_update, call)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import converters
 import tests.mlx_lm_extra  # noqa: F401 (skips without mlx-lm)
 from converters.functional.adapters import (
     ArrayRanges,
@@ -19,12 +20,19 @@ from converters.functional.offsets import Offset
 from converters.functional.pure import pure
 from funcrt.cache import place
 from tests.helpers import relative_error
-from tests.reference.mlx_lm_checks import make_module, without_metal
+from tests.reference.mlx_lm_checks import (
+    distance,
+    make_module,
+    run_model,
+    run_module,
+    tokens_of,
+    without_metal,
+)
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models import afm7, gpt_bigcode, minimax_m3_vl
+from mlx_lm.models import afm7, gpt_bigcode, minimax_m3_vl, muse_spark
 from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE
 
 LENGTHS, TOKENS, CAPACITY = [5, 2], 3, 12
@@ -223,3 +231,25 @@ def test_dynamic_rope_stretches_each_row_by_its_own_length(
     each = [rope(x[i : i + 1], offset=n) for i, n in enumerate(LENGTHS)]
     ours = make_dynamic_rope(call)(rope, x, Offset(call.placement.offset))
     assert relative_error(ours, mx.concatenate(each)) <= TOLERANCE
+
+
+class InFloat32:
+    """`mlx.core` for a module that would round to bfloat16."""
+
+    bfloat16 = mx.float32
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(mx, name)
+
+
+def test_muse_sparks_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the same in numpy; without its own rounding, padded rows are what they are alone."""
+    module = make_module("muse_spark")
+    monkeypatch.setattr(muse_spark, "mx", InFloat32())
+    prompts = [23, 9, 1]
+    rows = [tokens_of(i, count + 3) for i, count in enumerate(prompts)]
+    theirs = [run_module(module, row, n) for row, n in zip(rows, prompts, strict=True)]
+    model = converters.functionalize(module)
+    for left in (True, False):
+        ours = run_model(model, model.forward, rows, prompts, left)
+        assert max(map(distance, ours, theirs)) <= TOLERANCE

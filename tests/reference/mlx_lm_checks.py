@@ -23,6 +23,7 @@ from funcrt import cache, masks
 from funcrt.model import Model
 from tests.reference.mlx_lm_configs import make_args
 from tests.reference.mlx_lm_exports import Sizes, run_exported
+from tests.reference.muse_spark_kernels import KERNELS, of_zeros
 
 import mlx.core as mx
 import numpy as np
@@ -32,6 +33,15 @@ from mlx.utils import tree_flatten, tree_unflatten
 TOLERANCE = 2e-5  # float32, as a share of the largest logit
 PROMPT, STEPS, CAPACITY = SIZES = Sizes(23, 3, 40)
 COLUMNS = ("eager", "compiled", "exported", "ragged_left", "ragged_right", "dtype")
+
+REASONS = {
+    (
+        "muse_spark",
+        "ragged_left",
+    ): "the module rounds to bfloat16 before its last projection, so that logits in "
+    "float32 differ by more than 2e-5 between batches; without that rounding they do not "
+    "(tests/converters/test_functional_pure.py)",
+}
 
 
 def make_module(
@@ -92,8 +102,8 @@ def run_module(module: nn.Module, ids: list[int], prompt: int) -> mx.array:
 
 
 @contextmanager
-def without_metal() -> Iterator[None]:
-    """BitNet's product in plain numpy: its module has only a Metal kernel for it."""
+def without_metal(values: bool = True) -> Iterator[None]:
+    """BitNet's product and Muse Spark's kernels in numpy: they have only Metal ones for them."""
     from mlx_lm.models.bitlinear_layers import BitLinear
 
     def multiply(self: Any, x: mx.array, packed: mx.array) -> mx.array:
@@ -104,11 +114,18 @@ def without_metal() -> Iterator[None]:
         return mx.array(product.astype(np.float32)).astype(x.dtype)
 
     original = BitLinear.execute_matmul_kernel
+    muse: Any = sys.modules.get("mlx_lm.models.muse_spark")
+    kernels = {k.__name__: k if values else of_zeros(k) for k in KERNELS if muse is not None}
+    originals = {name: getattr(muse, name) for name in kernels}
     BitLinear.execute_matmul_kernel = multiply
+    if muse is not None:
+        vars(muse).update(kernels)
     try:
         yield
     finally:
         BitLinear.execute_matmul_kernel = original
+        if muse is not None:
+            vars(muse).update(originals)
 
 
 def cache_dtypes(name: str, kept: Any) -> dict[str, mx.Dtype]:
@@ -245,7 +262,7 @@ def check(name: str) -> dict[str, Any]:
         ids = mx.array([rows[0][:5]], dtype=mx.int32)
         logits, after = model.forward(model.params, ids, mask, state)
         caches = make_prompt_cache(half)
-        with without_metal():
+        with without_metal(values=False):
             theirs = half(ids, cache=caches).dtype  # lazy: a CPU has no 16-bit gathered product
         if logits.dtype != theirs:
             raise ArithmeticError(f"{logits.dtype} instead of {theirs}")
@@ -261,7 +278,8 @@ def check(name: str) -> dict[str, Any]:
             part()
             row[column] = True
         except BaseException as error:  # noqa: BLE001 (SystemExit too)
-            row["reason"] = row["reason"] or f"{column}: {_short(error)}"
+            why = REASONS.get((name, column), _short(error))
+            row["reason"] = row["reason"] or f"{column}: {why}"
             row.setdefault("trace", traceback.format_exc())
             if "model" not in shared:
                 break
