@@ -22,8 +22,9 @@ class Binding:
     dense layer for the time of the call.
 
     Arrays that are no parameters are constants, wherever attributes, dicts, lists and tuples lead.
-    Those that only a closure, a `functools.partial`, a deque or `__slots__` hold are not seen: MLX
-    exports them wrong unless they are in row order, and what a call does to them stays.
+    Those that only a closure, a bound method, a `functools.partial`, a deque or `__slots__` hold
+    are not seen: MLX exports them wrong unless they are in row order, and what a call does to them
+    stays.
 
     Args:
         module: left as it was found after every use, whatever happened.
