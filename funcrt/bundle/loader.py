@@ -17,7 +17,6 @@ from funcrt.buckets import Bucket, BucketPlan
 from funcrt.bundle import checks
 from funcrt.bundle.manifest import FunctionEntry, Manifest, describe_arrays
 from funcrt.cache import CacheSpec, CacheState
-from funcrt.cache.layout import DTYPES
 from funcrt.calling import CallForm
 from funcrt.compiled import Compiled
 from funcrt.errors import BundleError, CapacityError, InputError, SourceError, TextError
@@ -151,7 +150,7 @@ class Bundle(CallForm):
     def weight_bytes(self) -> tuple[int, int]:
         """Bytes of the prepared weights; of the stored ones nothing stays."""
         specs = self.manifest.params.prepared[self.device]
-        return sum(math.prod(spec.shape) * DTYPES[spec.dtype].size for spec in specs), 0
+        return sum(math.prod(spec.shape) * getattr(mx, spec.dtype).size for spec in specs), 0
 
     def init_cache(self, batch: int, capacity: int) -> CacheState:
         """An empty cache state. Raises CapacityError unless both sizes are declared."""
