@@ -29,7 +29,7 @@ class Reference:
     Attributes:
         tokens: the most likely next token.
         gaps: by how much its logit exceeds the second largest.
-        peaks: largest |logit|.
+        peaks: largest |logit|, past ids that never come (-inf).
         probes: ids whose logits are recorded, the most likely first.
         values: the logits of `probes`.
         logits: whole rows `[V]`, for the tokens that need them.
@@ -127,7 +127,7 @@ def _run(model: Model, stream: Stream, needed: set[int], random: Random) -> Refe
     return Reference(
         tokens=_list(mx.argmax(logits, axis=-1)),
         gaps=_list(values[:, 0] - values[:, min(1, top - 1)]),
-        peaks=_list(mx.max(mx.abs(logits), axis=-1)),
+        peaks=_list(mx.max(mx.where(logits == -mx.inf, 0, mx.abs(logits)), axis=-1)),
         probes=_list(probes),
         values=_list(values),
         logits=rows,

@@ -231,9 +231,12 @@ def observe_params(prepared: Sequence[mx.array], probes: mx.array) -> mx.array:
 
 
 def measure_error(values: mx.array, reference: mx.array, scale: float | mx.array) -> float:
-    """Largest difference over `scale`; infinite if anything is not a number, 0 of nothing."""
+    """Largest difference over `scale`; infinite if anything is not a number, 0 of nothing.
+
+    Both may be -inf, as for ids that never come.
+    """
     if not values.size:
         return 0.0
-    error = mx.max(mx.abs(values - reference) / scale).item()
+    error = mx.max(mx.where(values == reference, 0, mx.abs(values - reference)) / scale).item()
     assert isinstance(error, float)
     return error if math.isfinite(error) else math.inf

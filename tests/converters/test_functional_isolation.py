@@ -10,6 +10,8 @@ import funcrt
 import tests.mlx_lm_extra  # noqa: F401 (skips without mlx-lm)
 from converters.functional import mlx_lm_source
 from funcrt import cache, masks
+from funcrt.buckets import BucketPlan
+from funcrt.bundle.replay import measure_error
 from funcrt.errors import ConfigError, ModuleError
 from funcrt.model import Model
 from tests.helpers import relative_error
@@ -348,3 +350,20 @@ def test_entries_of_wrong_types_are_refused(changes: dict[str, Any]) -> None:
     config = {k: v for k, v in make_config("qwen2").items() if v is not None} | changes
     with pytest.raises(ConfigError, match="mlx-lm cannot make a 'qwen2' of this checkpoint"):
         mlx_lm_source.make_module(config)
+
+
+# --- logits of ids that never come ---------------------------------------------------------------
+
+
+def test_a_bundle_may_have_ids_that_never_come(tmp_path: Path) -> None:
+    """Phi-3-small gives them -inf; other infinite logits are errors."""
+    model = converters.functionalize(make_module("phi3small"))
+    assert mx.any(run(model, ROW[:4], 8) == -mx.inf).item()
+    funcrt.export(model, tmp_path / "b", BucketPlan(batch=[1], tokens=[1], capacity=[8]))
+    with funcrt.Engine(funcrt.load_bundle(tmp_path / "b")) as engine:
+        found = engine.submit(ROW[:4], max_tokens=1).result().tokens
+    assert list(found) == [run(model, ROW[:4], 8)[0, -1].argmax().item()]
+    one, lost = mx.array([1.0, -mx.inf]), mx.array([1.0, mx.nan])
+    assert measure_error(one, one, 1.0) == 0
+    assert measure_error(one, mx.array([1.0, 2.0]), 1.0) == mx.inf
+    assert measure_error(lost, lost, 1.0) == mx.inf
