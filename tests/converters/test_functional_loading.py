@@ -19,6 +19,7 @@ from converters.functional.model import FunctionalModel
 from funcrt.buckets import BucketPlan
 from funcrt.errors import ConfigError, SourceError
 from tests.helpers import relative_error, to_numpy
+from tests.reference.make_mlx_lm_modules import load_table, passed
 from tests.reference.mlx_lm_checks import make_module, run_model, run_module, tokens_of
 from tests.reference.mlx_lm_configs import make_config
 
@@ -145,6 +146,15 @@ def test_doctor_answers(tmp_path: Path, name: str) -> None:
     found = diagnose(write_config(tmp_path, name))
     assert (found.functional, found.exportable, found.reason) == (True, True, "")
     assert ("full" in found.caches) == (name not in RECURRENT)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [row["module"] for row in load_table() if passed(row)])
+def test_doctor_answers_for_every_module(tmp_path: Path, name: str) -> None:
+    config = make_config(name) | PLAIN.get(name, {})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = diagnose(tmp_path)
+    assert (found.functional, found.exportable, found.reason) == (True, True, "")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
