@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from converters.functional.packing import pack
 from converters.functional.rotary import Translation
 from funcrt.errors import ConfigError, FuncrtError, SourceError
 from funcrt.models import FAMILIES
@@ -18,9 +19,9 @@ from funcrt.models import FAMILIES
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.linear import Linear
-from mlx.nn.layers.quantized import QuantizedEmbedding, QuantizedLinear, quantize
+from mlx.nn.layers.quantized import QuantizedEmbedding, QuantizedLinear
 
-OLDEST, NEWEST = (0, 32, 0), (0, 33, 0)  # from the first on, before the second
+OLDEST, NEWEST = (0, 32, 2), (0, 33, 0)  # from the first on, before the second
 INSTALL = "pip install 'funcrt[mlx-lm]'"
 
 # Modules whose recurrent layers leave padding out, by the validity and the lengths that their
@@ -116,31 +117,15 @@ def make_module(config: Mapping[str, Any]) -> Module:
     """
     check_version()
     from mlx_lm.models.base import BaseModelArgs
-    from mlx_lm.utils import _get_classes
+    from mlx_lm.utils import _decode_tagged_floats, _get_classes
 
     with _refusals(config):
+        config = _decode_tagged_floats(dict(config))
         kind, arguments = _get_classes(config=dict(config))
         translation = Translation(config)
         with translation.translating(BaseModelArgs):
             module: Module = kind(arguments.from_dict(translation.fit(arguments, config)))
-        quantization = config.get("quantization")
-        if quantization is not None:
-            _quantize(module, quantization)
-        return module.eval()
-
-
-def _quantize(module: Module, quantization: Mapping[str, Any]) -> None:
-    """Pack the layers that a checkpoint would have packed, as far as its config tells."""
-    group_size = quantization["group_size"]
-
-    def choose(path: str, part: Module) -> bool | dict[str, Any]:
-        if path in quantization:  # how this layer is packed, or that it is not
-            chosen: bool | dict[str, Any] = quantization[path]
-            return chosen
-        return hasattr(part, "to_quantized") and part.weight.shape[-1] % group_size == 0
-
-    mode = quantization.get("mode", "affine")
-    quantize(module, group_size, quantization["bits"], mode=mode, class_predicate=choose)
+        return pack(module, config).eval()
 
 
 def load_module(folder: Path) -> tuple[Module, dict[str, Any]]:

@@ -305,8 +305,9 @@ def test_a_missing_or_foreign_mlx_lm_is_named(
 @pytest.mark.parametrize(
     ("version", "supported"),
     [
-        ("0.32", True), ("0.32.0", True), ("0.32.3rc1", True), ("0.32.7.dev1", True),
-        ("0.32.0rc1", False), ("0.31.9", False), ("0.33rc1", False), ("0.33", False), ("x", False),
+        ("0.32.2", True), ("0.32.2.1", True), ("0.32.3rc1", True), ("0.32.7.dev1", True),
+        ("0.32.2rc1", False), ("0.32", False), ("0.32.1", False), ("0.31.9", False),
+        ("0.33rc1", False), ("0.33", False), ("x", False),
     ],
 )  # fmt: skip
 def test_versions(monkeypatch: pytest.MonkeyPatch, version: str, supported: bool) -> None:

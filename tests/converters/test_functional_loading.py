@@ -341,7 +341,7 @@ def recurrent_states(module: nn.Module, rows: list[list[int]]) -> list[mx.array]
 def test_padding_stays_out_of_recurrences(name: str, theirs_is_right: bool) -> None:
     """Nemotron-H's module does not tell its recurrence where right-padded rows end.
 
-    GraniteMoeHybrid's does, from mlx-lm 0.32.2 on.
+    GraniteMoeHybrid's does, from mlx-lm 0.32.1 on.
     """
     module = make_module(name)
     rows, width = [ROW[:9], ROW[:23]], 23
@@ -387,3 +387,63 @@ def test_prompts_and_steps_agree(name: str) -> None:
         known = theirs > -1e30  # ids that never come
         error = np.abs(ours[known] - theirs[known]).max() / np.abs(theirs[known]).max()
         assert error <= TOLERANCE
+
+
+# --- what a config says of weights that are not there yet -----------------------------------------
+
+LEGACY: list[tuple[dict[str, Any], dict[str, Any] | None]] = [
+    ({"quant_method": "mxfp4"}, {"group_size": 32, "bits": 4, "mode": "mxfp4"}),
+    ({"quant_method": "mxfp8"}, {"group_size": 32, "bits": 8, "mode": "mxfp8"}),
+    (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        {"group_size": 16, "bits": 4, "mode": "nvfp4"},
+    ),
+    (
+        {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"},
+        {"group_size": 32, "bits": 4, "mode": "mxfp4"},
+    ),
+    ({"quant_method": "gptq", "group_size": 32}, {"group_size": 32, "bits": 4}),
+    ({"quant_method": "fp8", "weight_block_size": [128, 128]}, None),
+]
+
+
+@pytest.mark.parametrize(("legacy", "packing"), LEGACY, ids=lambda v: str(v)[:30])
+@pytest.mark.parametrize("inner", [False, True])
+def test_settings_of_other_tools_are_read(
+    legacy: dict[str, Any], packing: dict[str, Any] | None, inner: bool
+) -> None:
+    config = make_config("qwen2")
+    known = {"text_config": {"quantization_config": legacy}} if inner else {
+        "quantization_config": legacy
+    }  # fmt: skip
+    wanted = {} if packing is None else {"quantization": packing}
+    mine = dict(tree_flatten(mlx_lm_source.make_module(config | known).parameters()))
+    theirs = dict(tree_flatten(mlx_lm_source.make_module(config | wanted).parameters()))
+    assert {name: (a.shape, a.dtype) for name, a in mine.items()} == {
+        name: (a.shape, a.dtype) for name, a in theirs.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("legacy", "words"),
+    [
+        ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "float-quantized"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "'FP8' of modelopt"),
+        ({"quant_method": "awq", "bits": 3}, "awq with 3 bits"),
+        ({"quant_method": "bitsandbytes"}, "'bitsandbytes' is not known to mlx-lm"),
+    ],
+)
+def test_packings_that_mlx_lm_does_not_read_are_refused_early(
+    tmp_path: Path, legacy: dict[str, Any], words: str
+) -> None:
+    folder = write_config(tmp_path, "qwen2", quantization_config=legacy)
+    with pytest.raises(ConfigError, match=words):
+        loading.check(folder)
+    assert words in diagnose(str(folder)).reason
+
+
+def test_tagged_floats_are_numbers(tmp_path: Path) -> None:
+    """transformers writes what JSON lacks as objects."""
+    endless = [0.0, {"__float__": "Infinity"}]
+    loading.check(write_config(tmp_path, "mamba2", time_step_limit=endless))
+    assert diagnose(str(tmp_path)).functional
