@@ -31,7 +31,7 @@ PYTEST := OPENBLAS_NUM_THREADS=$${OPENBLAS_NUM_THREADS:-1} $(BIN)/python -m pyte
 test: $(VENV)/.installed  ## the tests (minutes)
 	@$(PYTEST)
 
-test-all-modules: $(VENV)/.installed  ## every module of mlx-lm as a pure function, against the committed table, and its bundle (half an hour)
+test-all-modules: $(VENV)/.installed  ## every module of mlx-lm as a pure function, against the committed table, and its bundle (ten minutes)
 	@OPENBLAS_NUM_THREADS=$${OPENBLAS_NUM_THREADS:-1} $(BIN)/python -m tests.reference.make_mlx_lm_modules --check
 	@OPENBLAS_NUM_THREADS=$${OPENBLAS_NUM_THREADS:-1} $(BIN)/python -m tests.reference.mlx_lm_bundles
 

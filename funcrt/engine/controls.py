@@ -40,7 +40,7 @@ class Controls:
 
 
 def make(requests: Sequence[Request | None], vocab_size: int) -> settings.Settings:
-    """settings.Settings arrays for the rows; None stands for an idle one."""
+    """Settings arrays for the rows; None stands for an idle one."""
     idle = settings.check_settings(vocab_size)
     rows = [idle if request is None else request.settings for request in requests]
     histories = [

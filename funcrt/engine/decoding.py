@@ -12,7 +12,7 @@ from funcrt.compiled import Compiled
 from funcrt.engine.calls import Call, read_choices
 from funcrt.engine.controls import Controls, is_greedy
 from funcrt.engine.request import Request
-from funcrt.engine.rows import Rows
+from funcrt.engine.rows import Rows, pad
 from funcrt.sampling import Sampled
 from funcrt.steps import STEPS
 
@@ -78,13 +78,8 @@ class Decoding:
     def _verify(self, rows: Mapping[int, Request], guesses: Guesses) -> tuple[Sampled, int]:
         running, longest = self._running, max(map(len, guesses.values()))
         width = min(size for size in self._sizes if size > longest)
-        ids, counts = [[0] * width for _ in range(running.batch)], [0] * running.batch
-        for row, request in rows.items():
-            told = [request.sequence[-1], *guesses.get(request, ())]
-            ids[row][: len(told)] = told
-            counts[row] = len(told)
-        tokens = mx.array(ids, dtype=mx.int32)
-        valid = mx.arange(width) < mx.array(counts)[:, None]
+        told = {row: [r.sequence[-1], *guesses.get(r, ())] for row, r in rows.items()}
+        tokens, valid = pad(told, running.batch, width)
         settings, state = self._settings(rows), running.take()
         if settings is None:
             sampled, running.state = self._compiled.verify_greedy(tokens, valid, state)

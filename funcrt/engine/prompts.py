@@ -13,7 +13,7 @@ from funcrt.engine.calls import Call, read_choices
 from funcrt.engine.controls import is_greedy, make
 from funcrt.engine.prefixes import LEAST_SHARED, Prefix, PrefixPool
 from funcrt.engine.request import Request
-from funcrt.engine.rows import Rows, choose_capacity, copy_row, stack
+from funcrt.engine.rows import Rows, choose_capacity, copy_row, pad, stack
 from funcrt.sampling import Sampled
 
 import mlx.core as mx
@@ -64,15 +64,12 @@ class Prefilling:
         longest = max(r.cached + n for r, n in zip(group, counts, strict=True))
         capacity = choose_capacity(self._plan, self._spec, longest)
         state = stack(self._spec, [_take_row(request) for request in group], batch, capacity)
-        tokens = [[0] * width for _ in range(batch)]
+        chunks = {}
         for row, (request, count) in enumerate(zip(group, counts, strict=True)):
-            tokens[row][:count] = request.prompt[request.cached : request.cached + count]
+            chunks[row] = request.prompt[request.cached : request.cached + count]
             request.cached += count
             request.written = max(request.written, request.cached)
-        real = mx.array([*counts, *[0] * (batch - len(group))])[:, None]
-        logits, state = self._compiled.prefill(
-            mx.array(tokens, dtype=mx.int32), mx.arange(width) < real, state
-        )
+        logits, state = self._compiled.prefill(*pad(chunks, batch, width), state)
         rows = dict(enumerate(group))
         reused = sum(request.completion.reused_tokens for request in new)
         call = Call("prefill", Bucket(batch, width, capacity), rows, sum(counts), reused=reused)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from funcrt import cache
 from funcrt.buckets import BucketPlan
@@ -132,6 +132,15 @@ def stack(spec: CacheSpec, states: Sequence[CacheState], batch: int, capacity: i
     if missing:
         sized.append(cache.init_cache(spec, missing, capacity))
     return cache.join(sized)
+
+
+def pad(texts: Mapping[int, Sequence[int]], batch: int, width: int) -> tuple[mx.array, mx.array]:
+    """Tokens of some rows, filled up at their ends: ids int32 `[B, T]`, and bool which are real."""
+    ids, counts = [[0] * width for _ in range(batch)], [0] * batch
+    for row, text in texts.items():
+        ids[row][: len(text)] = text
+        counts[row] = len(text)
+    return mx.array(ids, dtype=mx.int32), mx.arange(width) < mx.array(counts)[:, None]
 
 
 def resize(state: CacheState, capacity: int) -> CacheState:

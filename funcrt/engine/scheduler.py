@@ -44,7 +44,6 @@ class Scheduler:
         self._requests: dict[Handle, Request] = {}  # all that have not ended
         self._waiting: deque[Request] = deque()
         self._outbox: list[tuple[Request, Chunk | BaseException]] = []
-        self._counted = 0  # of the outbox: belongs to calls that are counted
         self._dropped: list[Request] = []  # ended by their callers' functions, rows not yet free
         self.begin()
 
@@ -103,7 +102,7 @@ class Scheduler:
     def deliver(self) -> None:
         """Call callers' functions with what there is for them; needs nothing of MLX."""
         self._meter.deliver()
-        outbox, self._outbox, self._counted = self._outbox, [], 0
+        outbox, self._outbox = self._outbox, []
         for request, chunk in outbox:
             if request.handle not in self._requests:  # an earlier chunk was its last
                 continue
@@ -146,7 +145,7 @@ class Scheduler:
 
     def _prefill(self) -> None:
         call, state = self._prompts.prefill()
-        self._record(call)
+        new = self._record(call)
         seats = [call.rows.get(row) for row in range(call.bucket.batch)]
         for row, request in call.rows.items():
             if request.finished:
@@ -154,7 +153,7 @@ class Scheduler:
             if request.finished or request not in call.choices:
                 seats[row] = None
         self._seat(seats, state)
-        self._close(call)
+        self._count(call, new)
 
     def _seat(self, seats: Sequence[Request | None], state: CacheState) -> None:
         """Rows whose prompt is in the cache join the running batch, or are it."""
@@ -172,38 +171,40 @@ class Scheduler:
 
     def _decode(self) -> None:
         call = self._decoding.decode()
-        self._record(call)
+        new = self._record(call)
         for request in call.rows.values():
             if request.finished:
                 self._retire(request)
-        self._close(call)
+        self._count(call, new)
 
     # --- results ---------------------------------------------------------------------------------
 
-    def _record(self, call: Call) -> None:
-        """Add new tokens to their texts, up to the end of each."""
+    def _record(self, call: Call) -> int:
+        """Add new tokens to their texts, up to the end of each; how many there were."""
+        new = 0
         for request, choices in call.choices.items():
             for choice in choices:
-                self._take(request, choice)
+                new += self._take(request, choice)
                 if request.finished:
                     break
+        return new
 
-    def _take(self, request: Request, choice: Choice) -> None:
+    def _take(self, request: Request, choice: Choice) -> bool:
+        """Add one token to a text; whether there was one."""
         try:
             chunk = request.take(choice)
         except Exception as error:  # noqa: BLE001 (of this text only: the others go on)
             request.completion.finish_reason = "error"
             self._outbox.append((request, error))
-        else:
-            self._outbox.append((request, chunk))
+            return False
+        self._outbox.append((request, chunk))
+        return chunk.finish_reason != "error"
 
-    def _close(self, call: Call) -> None:
-        """Count the call before what it gave is handed out: whoever gets it finds it counted."""
-        given = [chunk for _, chunk in self._outbox[self._counted :] if isinstance(chunk, Chunk)]
-        self._counted = len(self._outbox)
+    def _count(self, call: Call, new: int) -> None:
+        """Before what the call gave is handed out: whoever gets it finds it counted."""
         self._meter.count(
             call,
-            sum(chunk.token >= 0 and chunk.finish_reason != "error" for chunk in given),
+            new,
             waiting=len(self._waiting),
             prefilling=len(self._prompts.requests),
             running=len(self._running.seated),

@@ -17,7 +17,7 @@ from funcrt.engine.controls import Controls, is_greedy
 from funcrt.engine.prefixes import shared
 from funcrt.engine.prompts import most_places
 from funcrt.engine.request import Request
-from funcrt.engine.rows import Rows
+from funcrt.engine.rows import Rows, pad
 from funcrt.errors import CapacityError, InputError
 from funcrt.footprint import Footprint
 
@@ -213,20 +213,17 @@ class ModelDrafter(Drafter):
 
     def _catch_up(self, wanted: Mapping[Request, int], width: int) -> None:
         """One chunk of every text, but for its last token."""
-        tokens = [[0] * width for _ in range(self._rows.batch)]
-        counts = [0] * self._rows.batch
+        chunks = {}
         for row, request in self._rows.seated.items():
             if request in wanted:
                 begin = len(self._held[request])
-                chunk = request.sequence[begin : min(begin + width, len(request.sequence) - 1)]
-                tokens[row][: len(chunk)] = chunk
-                counts[row] = len(chunk)
-                self._held[request] += chunk
-        valid = mx.arange(width) < mx.array(counts)[:, None]
+                chunks[row] = request.sequence[
+                    begin : min(begin + width, len(request.sequence) - 1)
+                ]
+                self._held[request] += chunks[row]
+        tokens, valid = pad(chunks, self._rows.batch, width)
         assert self._rows.state is not None
-        _, self._rows.state = self.compiled.prefill(
-            mx.array(tokens, dtype=mx.int32), valid, self._rows.state
-        )
+        _, self._rows.state = self.compiled.prefill(tokens, valid, self._rows.state)
         mx.eval(self._rows.state)
 
     def _draw(self, wanted: Mapping[Request, int]) -> dict[Request, list[int]]:
