@@ -9,6 +9,7 @@ from typing import Any
 from funcrt.config import ModelConfig
 from funcrt.errors import ParamsError
 from funcrt.model import Model
+from funcrt.models import read_config
 from funcrt.params import Params, cast, choose_dtype, dtype_name
 from funcrt.text import Tokenizer
 
@@ -39,13 +40,13 @@ def make_model(
         ignore: config keys and tensor names to leave out.
 
     Raises:
-        ConfigError: see `ModelConfig.from_hf`.
+        ConfigError: see `funcrt.models.read_config`.
         ParamsError: missing, unknown or misshapen tensors, all listed.
     """
     params = {name: array for name, array in checkpoint.params.items() if name not in ignore}
     if dtype is not None:
         params = cast(params, dtype_name(dtype))
-    config = ModelConfig.from_hf(checkpoint.config, choose_dtype(params, dtype), ignore)
+    config = read_config(checkpoint.config, choose_dtype(params, dtype), ignore)
     if config.num_layers > len(params):  # before anything is built for each layer that it claims
         raise ParamsError(f"config has {config.num_layers} layers, but only {len(params)} tensors")
     model = Model(config, drop_extras(config, params), checkpoint.tokenizer)

@@ -7,9 +7,8 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from converters.checkpoint import Checkpoint
-from funcrt.config import ModelConfig
 from funcrt.errors import ParamsError, SourceError
-from funcrt.models import family
+from funcrt.models import read_config
 from funcrt.params import Params
 from funcrt.storage import load_arrays, load_json
 from funcrt.text import Tokenizer
@@ -66,8 +65,7 @@ def check_config(folder: Path, ignore: Collection[str] = ()) -> dict[str, Any]:
             f"{folder} has no {CONFIG}: a Hugging Face checkpoint has one{_hint(folder)}"
         )
     config = load_json(folder / CONFIG)
-    family(config.get("model_type", ""))  # before the keys, which would be unknown for that reason
-    ModelConfig.from_hf(config, ignore=ignore)
+    read_config(config, ignore=ignore)
     return config
 
 

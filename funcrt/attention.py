@@ -17,6 +17,30 @@ from funcrt.params import Quantization
 import mlx.core as mx
 
 
+class Scoring(NamedTuple):
+    """How scores become weights: scaled, capped, then softmax beside the sinks.
+
+    Attributes:
+        scale: of the scores.
+        softcap: see `ops.soft_cap`; None leaves them.
+        sinks: `[H]`, see `ops.masked_softmax`; or None.
+    """
+
+    scale: float
+    softcap: float | None = None
+    sinks: mx.array | None = None
+
+
+class _Dense(NamedTuple):
+    """Keys or values as they are."""
+
+    array: mx.array
+
+    def multiply(self, x: mx.array, transpose: bool) -> mx.array:
+        """`x @ self` or `x @ self.T`, with the heads of x as they are here."""
+        return x @ (self.array.swapaxes(-1, -2) if transpose else self.array)
+
+
 class _Packed(NamedTuple):
     """Keys or values of a quantized cache."""
 
@@ -68,6 +92,8 @@ class Attend:
         v: mx.array,
         *,
         scale: float,
+        softcap: float | None = None,
+        sinks: mx.array | None = None,
         window: int | None = None,
         both_sides: bool = False,
     ) -> mx.array:
@@ -81,7 +107,9 @@ class Attend:
             q: `[B, H, T, D]`, packed and rotated.
             k: `[B, K, T, D]`, likewise.
             v: `[B, K, T, D]`.
-            scale: of the scores.
+            scale: see `Scoring`.
+            softcap: see `Scoring`.
+            sinks: see `Scoring`.
             window: a query sees keys less than this many positions before it.
             both_sides: the window also bounds keys after the query.
 
@@ -93,17 +121,22 @@ class Attend:
             CacheError: the layer has a window and the state has no positions, or a ring and no
                 window.
         """
-        name = f"layers.{layer}"
+        name, scoring = f"layers.{layer}", Scoring(scale, softcap, sinks)
         if f"{name}.ring_keys" in self._old:
-            return self._attend_ring(name, q, k, v, scale, window, both_sides)
+            return self._attend_ring(name, q, k, v, scoring, window, both_sides)
         mask = self._mask(window, both_sides, None)
         if f"{name}.keys.scales" in self._old:
-            return self._attend_quantized(name, q, k, v, mask, scale)
+            packing = self._packing(name, q.shape[-1])
+            packed = [
+                self._write_packed(f"{name}.{part}", new, packing)
+                for part, new in zip(PARTS, (k, v), strict=True)
+            ]
+            return _attend_by_products(q, packed[0], packed[1], mask, scoring)
         keys, values = (
             self._write(f"{name}.{part}", new, self._call.slots)
             for part, new in zip(PARTS, (k, v), strict=True)
         )
-        return ops.attention(q, keys, values, mask, scale)
+        return _attend(q, keys, values, mask, scoring)
 
     def latent(
         self,
@@ -149,26 +182,9 @@ class Attend:
         self.state[name] = write(self._old[name], new, slots)
         return self.state[name]
 
-    def _attend_quantized(
-        self, name: str, q: mx.array, k: mx.array, v: mx.array, mask: mx.array, scale: float
-    ) -> mx.array:
-        batch, heads, tokens, width = q.shape
-        groups = k.shape[1]
+    def _packing(self, name: str, width: int) -> Quantization:
         bits = self._old[f"{name}.keys"].shape[-1] * 32 // width
-        packing = Quantization(bits, kv_group_size(width))
-        keys, values = (
-            self._write_packed(f"{name}.{part}", new, packing)
-            for part, new in zip(PARTS, (k, v), strict=True)
-        )
-        # Query heads that share a key head go into the token axis: broadcasting the packed cache
-        # to all heads would copy it.
-        folded = (q * scale).reshape(batch, groups, -1, width)
-        scores = keys.multiply(folded, transpose=True)
-        scores = scores.reshape(batch, groups, heads // groups, tokens, -1)
-        weights = ops.masked_softmax(scores, mask[:, :, None])
-        weights = weights.reshape(batch, groups, -1, weights.shape[-1])
-        out = values.multiply(weights, transpose=False)
-        return out.reshape(batch, heads, tokens, width)
+        return Quantization(bits, kv_group_size(width))
 
     def _write_packed(self, name: str, new: mx.array, packing: Quantization) -> _Packed:
         pieces = mx.quantize(new, group_size=packing.group_size, bits=packing.bits)
@@ -184,7 +200,7 @@ class Attend:
         q: mx.array,
         k: mx.array,
         v: mx.array,
-        scale: float,
+        scoring: Scoring,
         window: int | None,
         both_sides: bool,
     ) -> mx.array:
@@ -200,7 +216,7 @@ class Attend:
         slots = self._slots_in_ring(size)
         keys = self._write(f"{name}.ring_keys", k, slots)
         values = self._write(f"{name}.ring_values", v, slots)
-        return ops.attention(q, keys, values, self._mask(window, both_sides, size), scale)
+        return _attend(q, keys, values, self._mask(window, both_sides, size), scoring)
 
     def _slots_in_ring(self, ring: int) -> mx.array:
         """Int32 `[B, T]`: where each packed token is written; the ring's scratch for padding."""
@@ -248,3 +264,36 @@ class Attend:
         mask = mx.take_along_axis(mask, index[:, None, None, :], axis=3)
         keys = mx.take_along_axis(self.state["positions"], index, axis=1)
         return mask & held[:, None, None, :], keys
+
+
+def _attend(
+    q: mx.array, keys: mx.array, values: mx.array, mask: mx.array, scoring: Scoring
+) -> mx.array:
+    """Queries `[B,H,T,D]`, keys and values `[B,K,S,D]`, mask bool `[B,1,T,S]` -> `[B,H,T,D]`."""
+    if scoring.softcap is not None:  # which MLX's fused attention does not know
+        return _attend_by_products(q, _Dense(keys), _Dense(values), mask, scoring)
+    sinks = None if scoring.sinks is None else scoring.sinks.astype(q.dtype)
+    return mx.fast.scaled_dot_product_attention(
+        q, keys, values, scale=scoring.scale, mask=mask, sinks=sinks
+    )
+
+
+def _attend_by_products(
+    q: mx.array, keys: _Dense | _Packed, values: _Dense | _Packed, mask: mx.array, scoring: Scoring
+) -> mx.array:
+    batch, heads, tokens, width = q.shape
+    stored = keys.array if isinstance(keys, _Dense) else keys.weight
+    groups = stored.shape[1]
+    # Query heads that share a key head go into the token axis: broadcasting the cache to all heads
+    # would copy it.
+    folded = (q * scoring.scale).reshape(batch, groups, -1, width)
+    scores = keys.multiply(folded, transpose=True)
+    scores = scores.reshape(batch, groups, heads // groups, tokens, -1)
+    if scoring.softcap is not None:
+        scores = ops.soft_cap(scores, scoring.softcap)
+    sinks = scoring.sinks
+    if sinks is not None:
+        sinks = sinks.reshape(groups, -1, 1, 1)  # [K,H/K,1,1]
+    weights = ops.masked_softmax(scores, mask[:, :, None], sinks)
+    weights = weights.reshape(batch, groups, -1, weights.shape[-1])
+    return values.multiply(weights, transpose=False).reshape(batch, heads, tokens, width)

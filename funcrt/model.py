@@ -132,7 +132,7 @@ class Model(CallForm):
     def cache_spec(self, layout: CacheLayout) -> CacheSpec:
         """The arrays of a cache state in a layout. Raises CacheError if it is impossible."""
         cache.check_layout(layout)
-        spec = self.family.cache_spec(self.config, layout)
+        spec = self._entries(layout)
         if layout.kv_bits is not None and not any(entry.kind == "quantized" for entry in spec):
             raise CacheError(
                 f"kv_bits={layout.kv_bits} packs nothing: no layer of this model keeps full keys "
@@ -140,16 +140,22 @@ class Model(CallForm):
             )
         return spec
 
+    def _entries(self, layout: CacheLayout) -> CacheSpec:
+        return self.family.cache_spec(self.config, layout)
+
     def check_cache(self, state: CacheState) -> CacheState:
         """The same arrays in the fixed order. Raises CacheError for a cache of another model."""
-        layout = cache.layout_of(state, self.config.head_dim, self.config.sliding_window)
+        layout = cache.layout_of(state, self._entries)
         return cache.check_state(self.cache_spec(layout), state)
 
     def choose_layout(self, plan: BucketPlan, kv_bits: int | None = None) -> CacheLayout:
         """The layout for a plan: rings where a window makes them smaller than full caches."""
-        window, longest = self.config.sliding_window, plan.tokens[-1]
-        rings = window is not None and window + longest < plan.capacity[-1]
-        return CacheLayout(kv_bits, longest if rings else None)
+        longest, largest = plan.tokens[-1], plan.capacity[-1]
+        rings, whole = (
+            cache.state_bytes(self._entries(CacheLayout(kv_bits, max_tokens)), 1, largest)
+            for max_tokens in (longest, None)
+        )
+        return CacheLayout(kv_bits, longest if rings < whole else None)
 
     @cached_property
     def preparation(self) -> Preparation:
@@ -317,7 +323,7 @@ def load_model(folder: str | Path, dtype: mx.Dtype | str | None = None) -> Model
     hf = storage.load_json(folder / CONFIG)
     if dtype is not None:
         stored = weights.cast(stored, weights.dtype_name(dtype))
-    config = ModelConfig.from_hf(hf, weights.choose_dtype(stored, dtype))
+    config = models.read_config(hf, weights.choose_dtype(stored, dtype))
     tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").exists() else None
     model = Model(config, stored, tokenizer)
     mx.eval(model.params)  # what is still to be read would belong to this thread

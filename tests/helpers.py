@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from funcrt import masks, sampling
+from funcrt import masks, models, sampling
 from funcrt.cache import CacheState, state_size
 from funcrt.config import ModelConfig, RopeConfig
 from funcrt.model import Model
-from funcrt.models import llama
 from funcrt.params import Params
 
 import mlx.core as mx
@@ -42,7 +41,7 @@ def make_params(config: ModelConfig, kind: str = "float32", seed: int = 0) -> Pa
     """Weights under Hugging Face names; scores are large enough for attention to be peaked."""
     rng = np.random.default_rng(seed)
     params: Params = {}
-    for name, shape in llama.param_spec(config).items():
+    for name, shape in models.family("llama").param_spec(config).items():
         if len(shape) == 1:
             array = rng.normal(1.0 if "norm" in name else 0.0, 0.2, shape)
         elif "embed" in name:

@@ -180,7 +180,8 @@ def test_two_names_of_the_kind_must_agree():
 @pytest.mark.parametrize(
     ("scaling", "match"),
     [
-        ({"rope_type": "longrope", "factor": 2.0}, "'longrope' is not supported; known: default"),
+        ({"rope_type": "longrope", "factor": 2.0}, "'longrope' needs short_factor, long_factor"),
+        ({"rope_type": "proportional"}, "'proportional' is not supported; known: default"),
         ({"type": "su", "factor": 2.0}, "'su'"),
         ({"rope_type": "linear"}, "'linear' needs factor"),
         ({"rope_type": "dynamic"}, "'dynamic' needs factor"),
@@ -233,7 +234,7 @@ def test_required_keys(key):
     ("changes", "match"),
     [
         ({"pretraining_tp": 2}, "pretraining_tp=2 is not supported"),
-        ({"model_type": None, "pretraining_tp": 2}, "pretraining_tp=2"),
+        ({"model_type": None, "pretraining_tp": 2}, "model_type"),
         ({"sliding_window": 4096}, "sliding_window=4096"),
         ({"rope_interleaved": True}, "rope_interleaved=True"),
         ({"partial_rotary_factor": 0.25}, "partial_rotary_factor=0.25"),
@@ -252,12 +253,12 @@ def test_required_keys(key):
         ({"head_dim": None, "hidden_size": "64"}, TYPE),
         ({"vocab_size": 0}, "vocab_size: expected a positive int32, got 0"),
         ({"vocab_size": 96.0}, "vocab_size"),
-        ({"num_hidden_layers": True}, "num_layers"),
+        ({"num_hidden_layers": True}, "num_hidden_layers: expected a whole number, got True"),
         ({"max_position_embeddings": -1}, "positive"),
-        ({"rms_norm_eps": "small"}, TYPE),
-        ({"rms_norm_eps": None}, TYPE),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps: expected a finite number, got 'small'"),
+        ({"rms_norm_eps": None}, "no 'rms_norm_eps'"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
-        ({"hidden_act": ["silu"]}, "activation"),
+        ({"hidden_act": ["silu"]}, "hidden_act: expected a string"),
         ({"model_type": 5}, "model_type: expected a string, got 5"),
     ],
 )

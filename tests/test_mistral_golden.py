@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import converters
-from funcrt import BucketPlan, Engine, Model, ModelConfig
+from funcrt import BucketPlan, Engine, Model
 from funcrt.errors import ConfigError
+from funcrt.models import read_config
 from tests.helpers import run_in_pieces
 from tests.reference.golden import MISTRAL
 
@@ -138,7 +139,7 @@ def test_golden_sees(models, name, changes):
 
 def test_what_a_config_leaves_out_is_filled_in_as_transformers_does():
     filled = CASES["defaults"]["filled"]
-    config = ModelConfig.from_hf(CASES["defaults"]["config"])
+    config = read_config(CASES["defaults"]["config"])
     assert config.sliding_window == filled["sliding_window"] == 4096
     assert config.num_kv_heads == filled["num_key_value_heads"] == 8
     assert config.head_dim == filled["head_dim"]
@@ -154,7 +155,7 @@ def test_config_is_written_so_that_it_reads_the_same(models, name, tmp_path):
     written = models[name].config.to_hf()
     assert written["sliding_window"] == CASES["cases"][name]["sliding_window"]
     assert written["architectures"] == ["MistralForCausalLM"]
-    assert ModelConfig.from_hf(written) == models[name].config
+    assert read_config(written) == models[name].config
     models[name].save(tmp_path / "again")
     again = converters.load(tmp_path / "again", dtype="float32")
     assert again.config == models[name].config
@@ -163,9 +164,9 @@ def test_config_is_written_so_that_it_reads_the_same(models, name, tmp_path):
 @pytest.mark.parametrize("window", [0, -1, 2.5, True, "4096"])
 def test_windows_that_are_no_size_are_refused(window):
     with pytest.raises(ConfigError, match="sliding_window"):
-        ModelConfig.from_hf({**CASES["cases"]["window"], "sliding_window": window})
+        read_config({**CASES["cases"]["window"], "sliding_window": window})
 
 
 def test_layers_of_two_kinds_are_refused():
     with pytest.raises(ConfigError, match="layer_types"):
-        ModelConfig.from_hf({**CASES["cases"]["window"], "layer_types": ["full_attention"] * 2})
+        read_config({**CASES["cases"]["window"], "layer_types": ["full_attention"] * 2})

@@ -24,6 +24,7 @@ from funcrt.cache import CacheEntry, CacheLayout, CacheSpec, CacheState, Placeme
 from funcrt.config import ModelConfig
 from funcrt.model import Model
 from funcrt.params import FLOATS, Params, ParamSpec
+from funcrt.rotary import Rotary, make_rotary
 from tests.helpers import TINY, Array, to_numpy
 
 import mlx.core as mx
@@ -101,7 +102,7 @@ def hidden(
     if "recurrent" in LAYERS[config.model_type]:
         cache.check_recurrent(call)
     dims = ROPE if config.model_type == "toy_latent" else config.head_dim
-    rotary = ops.make_rotary(
+    rotary = make_rotary(
         config.rope, dims, call.offset, call.lengths, tokens.shape[1], call.positions
     )
     packed = cache.pack(tokens, call)
@@ -130,7 +131,7 @@ def _layers(config: ModelConfig) -> list[tuple[str, str]]:
 
 
 def _latent(
-    config: ModelConfig, params: Params, i: int, x: mx.array, rotary: ops.Rotary, attend: Attend
+    config: ModelConfig, params: Params, i: int, x: mx.array, rotary: Rotary, attend: Attend
 ) -> mx.array:
     name, heads, width = f"layers.{i}", config.num_heads, config.head_dim
     q = ops.linear(params, f"{name}.q", x).reshape(*x.shape[:2], heads, -1).swapaxes(1, 2)
@@ -151,7 +152,7 @@ def _latent(
 
 
 def _attention(
-    config: ModelConfig, params: Params, i: int, x: mx.array, rotary: ops.Rotary, attend: Attend
+    config: ModelConfig, params: Params, i: int, x: mx.array, rotary: Rotary, attend: Attend
 ) -> mx.array:
     heads, kv = config.num_heads, config.num_kv_heads
     qkv = ops.linear(params, f"layers.{i}.qkv", x).reshape(*x.shape[:2], heads + 2 * kv, -1)

@@ -12,11 +12,10 @@ from converters import hub, huggingface
 from converters.functional import functionalize, mlx_lm_source
 from converters.functional.family import ModuleFamily
 from converters.functional.probe import Blocker, inspect_graph
+from funcrt import models
 from funcrt.cache import FULL
-from funcrt.config import ModelConfig
 from funcrt.errors import FuncrtError, SourceError
 from funcrt.model import Model
-from funcrt.models import FAMILIES, family
 from funcrt.storage import load_json
 
 import mlx.core as mx
@@ -106,7 +105,7 @@ def read_config(source: str | Path) -> dict[str, Any]:
         raise SourceError(
             f"{source} is a file, and what can become of a model is found from a "
             f"{huggingface.CONFIG} only: GGUF files are read by the families here "
-            f"({', '.join(sorted(FAMILIES))}), so convert it to see"
+            f"({', '.join(sorted(models.FAMILIES))}), so convert it to see"
         )
     if not (path / huggingface.CONFIG).is_file():
         raise SourceError(
@@ -118,14 +117,14 @@ def read_config(source: str | Path) -> dict[str, Any]:
 def _make(config: Mapping[str, Any]) -> tuple[Model, str]:
     """A model of the right shapes, whose weights are never computed, and what it is made by."""
     model_type = mlx_lm_source.model_type_of(config)
-    if model_type in FAMILIES:
-        settled = ModelConfig.from_hf(config, _dtype(config))
-        made_by = family(model_type)
+    if model_type in models.FAMILIES:
+        settled = models.read_config(config, _dtype(config))
+        made_by = models.family(model_type)
         params = {
             name: mx.zeros(shape, getattr(mx, settled.dtype))
             for name, shape in made_by.param_spec(settled).items()
         }
-        return Model(settled, params), str(getattr(made_by, "__name__", model_type))
+        return Model(settled, params), f"funcrt.models.{models.FAMILIES[model_type].name}"
     mlx_lm_source.check_has_module(config)
     module = mlx_lm_source.make_module(config)
     module.set_dtype(getattr(mx, _dtype(config)))

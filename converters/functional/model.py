@@ -19,7 +19,7 @@ from funcrt.text import Tokenizer
 import mlx.core as mx
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModuleConfig(ModelConfig):
     """What is known of a module: sizes for estimates, and the config that it was made from.
 

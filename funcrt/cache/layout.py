@@ -15,7 +15,7 @@ Kinds, told apart by the last part of an array's name:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from funcrt.errors import CacheError
@@ -122,10 +122,10 @@ def attention_entries(
     )
 
 
-def row_entries(layout: CacheLayout, window: int | None = None) -> CacheSpec:
-    """What a state keeps per row, for a model whose layers have at most the one `window`."""
+def row_entries(layout: CacheLayout, windows: bool = False) -> CacheSpec:
+    """What a state keeps per row, for a model with or without layers with a window."""
     entries = [CacheEntry("lengths", ("B",), "int32")]
-    if window is not None:
+    if windows:
         entries.append(CacheEntry("positions", ("B", "S"), "int32"))
         if layout.max_tokens is not None:
             entries.append(CacheEntry("written", ("B",), "int32"))
@@ -146,15 +146,24 @@ def kv_group_size(width: int) -> int:
     raise CacheError(f"kv_bits needs a head size divisible by 32, this model has {width}")
 
 
-def layout_of(state: Mapping[str, mx.array], width: int, window: int | None = None) -> CacheLayout:
-    """The layout that a state was made with, for heads of `width` and the model's `window`."""
+def layout_of(
+    state: Mapping[str, mx.array], spec_of: Callable[[CacheLayout], CacheSpec]
+) -> CacheLayout:
+    """The layout that a state was made with, for a model with the cache spec `spec_of` a layout.
+
+    A state of another model gives some layout, which `check_state` then refuses.
+    """
     bits = max_tokens = None
+    whole = {entry.name: entry for entry in spec_of(FULL)}
     for name, array in state.items():
         part = name.rsplit(".", maxsplit=1)[-1]
-        if part == "keys" and array.dtype == mx.uint32 and array.ndim == 4:
-            bits = array.shape[-1] * 32 // width
-        elif part == "ring_keys" and window is not None and array.ndim == 4:
-            max_tokens = array.shape[2] - window
+        if part == "keys" and array.dtype == mx.uint32 and array.ndim == 4 and name in whole:
+            bits = array.shape[-1] * 32 // int(whole[name].shape[-1])
+    rings = {entry.name: entry for entry in spec_of(CacheLayout(max_tokens=1))}
+    for name, array in state.items():
+        if name in rings and rings[name].kind == "ring" and array.ndim == 4:
+            max_tokens = array.shape[2] - int(rings[name].shape[2]) + 1
+            break
     return CacheLayout(bits, max_tokens)
 
 

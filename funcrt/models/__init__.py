@@ -2,20 +2,64 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from types import ModuleType
+from typing import Any
+
+from funcrt.config import ModelConfig
 from funcrt.errors import ConfigError
-from funcrt.models import llama
+from funcrt.layers import NetworkFamily
+from funcrt.models import llama, mistral
 from funcrt.models.family import Family
 
-FAMILIES: dict[str, Family] = {"llama": llama, "mistral": llama}
+
+def _families(**modules: ModuleType) -> dict[str, NetworkFamily]:
+    """A family for each `model_type`, of the file that describes it."""
+    return {
+        model_type: NetworkFamily(
+            module.Config, module.network, module.__name__.rsplit(".", maxsplit=1)[-1]
+        )
+        for model_type, module in modules.items()
+    }
+
+
+FAMILIES = _families(
+    llama=llama,
+    mistral=mistral,
+)
 
 
 def family(model_type: str) -> Family:
-    """The file with `param_spec`, `cache_spec`, `fusions`, `hidden`, `unembed` of a family.
+    """The functions of a family, see `Family`.
 
-    Raises ConfigError naming the supported types.
+    Raises ConfigError naming the supported types, and the way to others.
     """
-    if model_type not in FAMILIES:
+    return _find(model_type)
+
+
+def read_config(
+    hf: Mapping[str, Any], dtype: str = "float32", ignore: Collection[str] = ()
+) -> ModelConfig:
+    """Read a Hugging Face `config.json` of any family.
+
+    Args:
+        hf: the parsed file.
+        dtype: compute dtype.
+        ignore: names of keys known not to matter for this checkpoint.
+
+    Raises:
+        ConfigError: an unsupported `model_type`; see also `ModelConfig.from_hf`.
+    """
+    model_type = hf.get("model_type")
+    if model_type is None:
+        raise ConfigError("config.json has no 'model_type'")
+    return _find(model_type).config.from_hf(hf, dtype, ignore)
+
+
+def _find(model_type: Any) -> NetworkFamily:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConfigError(
-            f"model_type {model_type!r} is not supported; known: {', '.join(sorted(FAMILIES))}"
+            f"model_type {model_type!r} is not supported; known: {', '.join(sorted(FAMILIES))}; "
+            "others go through mlx-lm's module: converters.load(folder, via='mlx_lm')"
         )
     return FAMILIES[model_type]

@@ -1,0 +1,92 @@
+"""Grouped-query softmax attention over a cache of keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from funcrt.cache import CacheLayout, CacheSpec, attention_entries
+from funcrt.layers.basic import Linear, Stacked
+from funcrt.layers.part import Part, Run
+from funcrt.params import ParamSpec
+from funcrt.rope import RopeConfig
+
+import mlx.core as mx
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention(Part):
+    """Grouped-query attention (arXiv:2305.13245) with rotary embedding.
+
+    Attributes:
+        layer: number of the layer, which names its cache.
+        heads: H.
+        kv_heads: K.
+        head_dim: D.
+        qkv: `[B, T, E]` -> `[B, T, (H + 2 K) D]`: queries, keys and values side by side.
+        out: `[B, T, H D]` -> `[B, T, E]`.
+        scale: of the scores.
+        rope: None for layers that do not turn.
+        window: a query sees q - k < W.
+        q_norm, k_norm: of every head, before turning.
+        softcap: see `ops.soft_cap`.
+        sinks: name of a tensor `[H]`, see `ops.masked_softmax`.
+    """
+
+    layer: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    qkv: Part
+    out: Part
+    scale: float
+    rope: RopeConfig | None
+    window: int | None = None
+    q_norm: Part | None = None
+    k_norm: Part | None = None
+    softcap: float | None = None
+    sinks: str | None = None
+
+    def __call__(self, run: Run, x: mx.array) -> mx.array:
+        return self.out(run, self.look(run, *self.project(run, x)))
+
+    def project(self, run: Run, x: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        """Queries `[B, H, T, D]`, keys and values `[B, K, T, D]`, before norms and turning."""
+        heads, kv = self.heads, self.kv_heads
+        qkv = self.qkv(run, x).reshape(*x.shape[:2], heads + 2 * kv, self.head_dim)
+        qkv = qkv.swapaxes(1, 2)
+        return qkv[:, :heads], qkv[:, heads : heads + kv], qkv[:, heads + kv :]
+
+    def look(self, run: Run, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+        """What projected queries see: `[B, T, H D]`."""
+        q = q if self.q_norm is None else self.q_norm(run, q)
+        k = k if self.k_norm is None else self.k_norm(run, k)
+        if self.rope is not None:
+            rotary = run.rotary(self.rope, self.head_dim)
+            q, k = rotary(q), rotary(k)
+        out = run.attend(
+            self.layer, q, k, v, scale=self.scale, softcap=self.softcap, window=self.window,
+            sinks=None if self.sinks is None else run.params[self.sinks],
+        )  # fmt: skip
+        return out.swapaxes(1, 2).reshape(q.shape[0], q.shape[2], -1)
+
+    def tensors(self) -> ParamSpec:
+        return {} if self.sinks is None else {self.sinks: (self.heads,)}
+
+    def entries(self, dtype: str, layout: CacheLayout) -> CacheSpec:
+        return attention_entries(
+            self.layer, self.kv_heads, self.head_dim, dtype, layout, self.window
+        )
+
+    def windows(self) -> bool:
+        return self.window is not None
+
+
+def split_qkv(
+    name: str, *, width: int, heads: int, kv_heads: int, head_dim: int, bias: bool = False
+) -> Stacked:
+    """`q_proj`, `k_proj` and `v_proj` of the attention `name`, for inputs of this width."""
+    sizes = (("q_proj", heads), ("k_proj", kv_heads), ("v_proj", kv_heads))
+    members = tuple(
+        Linear(f"{name}.{member}", width, count * head_dim, bias) for member, count in sizes
+    )
+    return Stacked(f"{name}.qkv_proj", members)

@@ -1,0 +1,43 @@
+"""Feed-forward layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from funcrt import ops
+from funcrt.layers.basic import Linear, Stacked
+from funcrt.layers.part import Part, Run
+
+import mlx.core as mx
+
+
+@dataclass(frozen=True)
+class GatedMLP(Part):
+    """`down(act(gate(x)) * up(x))` (arXiv:2002.05202); `gate_up` gives both side by side."""
+
+    gate_up: Part
+    down: Part
+    act: str
+
+    def __call__(self, run: Run, x: mx.array) -> mx.array:
+        gate, up = mx.split(self.gate_up(run, x), 2, axis=-1)
+        return self.down(run, ops.ACTIVATIONS[self.act](gate) * up)
+
+
+@dataclass(frozen=True)
+class MLP(Part):
+    """`down(act(up(x)))`."""
+
+    up: Part
+    down: Part
+    act: str
+
+    def __call__(self, run: Run, x: mx.array) -> mx.array:
+        return self.down(run, ops.ACTIVATIONS[self.act](self.up(run, x)))
+
+
+def gated_mlp(name: str, width: int, inner: int, act: str, bias: bool = False) -> GatedMLP:
+    """A gated MLP of `gate_proj`, `up_proj` and `down_proj`."""
+    members = tuple(Linear(f"{name}.{part}_proj", width, inner, bias) for part in ("gate", "up"))
+    down = Linear(f"{name}.down_proj", inner, width, bias)
+    return GatedMLP(Stacked(f"{name}.gate_up_proj", members), down, act)

@@ -1,0 +1,118 @@
+"""`Part`, what every layer is, and `Run`, what the parts of one call share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from funcrt.attention import Attend
+from funcrt.cache import (
+    CacheLayout,
+    CacheSpec,
+    CacheState,
+    Placement,
+    check_recurrent,
+    kind_of,
+    place,
+    zero_padding,
+)
+from funcrt.params import Fusions, Params, ParamSpec
+from funcrt.rope import RopeConfig
+from funcrt.rotary import Rotary, make_rotary
+
+import mlx.core as mx
+
+
+class Run:
+    """One call, as the parts of a network see it. Tokens are packed (see `Placement`).
+
+    Args:
+        params: stored or prepared.
+        mask: bool `[B, 1, T, S]` in the caller's token order.
+        state: before the call.
+        positions: int32 `[B, T]` in the caller's order, or None.
+        dtype: of activations.
+
+    Attributes:
+        call: where the tokens go.
+        attend: attention over the cache; it holds the new state.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        mask: mx.array,
+        state: CacheState,
+        positions: mx.array | None,
+        dtype: mx.Dtype,
+    ) -> None:
+        self.params = params
+        self.dtype = dtype
+        self.call: Placement = place(mask, state["lengths"], positions)
+        if any(kind_of(name) == "recurrent" for name in state):
+            check_recurrent(self.call)
+        self.attend = Attend(self.call, state)
+        self._rotaries: dict[tuple[RopeConfig, int], Rotary] = {}
+
+    def rotary(self, rope: RopeConfig, width: int) -> Rotary:
+        """Rotary embedding of heads of this width; layers alike share one."""
+        key = (rope, width)
+        if key not in self._rotaries:
+            call = self.call
+            tokens = call.real.shape[1]
+            self._rotaries[key] = make_rotary(
+                rope, width, call.offset, call.lengths, tokens, call.positions
+            )
+        return self._rotaries[key]
+
+    @property
+    def positions(self) -> mx.array:
+        """Int32 `[B, T]`: the position of every packed token, 0 for padding."""
+        call = self.call
+        if call.positions is not None:
+            return call.positions
+        step = mx.arange(call.real.shape[1], dtype=mx.int32)
+        return mx.where(call.real, call.offset[:, None] + step, 0)
+
+    def zero_padding(self, x: mx.array) -> mx.array:
+        """Packed `x [B, T, ...]` with zeros at padding."""
+        return zero_padding(x, self.call)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A layer or a piece of one: its tensors, its cache arrays, and what it computes.
+
+    What a part is made of are its fields that are parts, or tuples of parts; they come in the order
+    of the fields. Parts are called with a `Run` and packed activations.
+    """
+
+    def __call__(self, run: Run, x: mx.array) -> mx.array:
+        """What the part computes, `[B, T, ...]` -> `[B, T, ...]`."""
+        raise NotImplementedError
+
+    def tensors(self) -> ParamSpec:
+        """Name -> dense shape of the tensors that are this part's own."""
+        return {}
+
+    def fused(self) -> Fusions:
+        """Matrices of this part that `prepare` stacks into one."""
+        return {}
+
+    def entries(self, dtype: str, layout: CacheLayout) -> CacheSpec:
+        """This part's own arrays of a cache state."""
+        return ()
+
+    def windows(self) -> bool:
+        """Whether this part looks back through a window only."""
+        return False
+
+    def walk(self) -> Iterator[Part]:
+        """This part, then all that it is made of."""
+        yield self
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            for part in value if isinstance(value, tuple) else (value,):
+                if isinstance(part, Part):
+                    yield from part.walk()

@@ -1,0 +1,187 @@
+"""Rotary position embedding (arXiv:2104.09864) of one call, in all its kinds. Traceable."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from funcrt.rope import RopeConfig
+
+import mlx.core as mx
+
+
+class Rotary(NamedTuple):
+    """Rotary embedding for one call; made once, applied in every layer.
+
+    Attributes:
+        positions: int32 `[B]` (position of the first packed token) or `[B, T]`.
+        periods: float32 `[R/2]`, positions per radian of each plane, shared by all rows; or None.
+        angles: float32 `[B, 1, T, R/2]` where frequencies differ by row; or None.
+        dims: R, how much of each head's width turns.
+        interleaved: whether neighbours form the planes, not the two halves.
+        factor: what cos and sin are multiplied by.
+    """
+
+    positions: mx.array
+    periods: mx.array | None
+    angles: mx.array | None
+    dims: int
+    interleaved: bool = False
+    factor: float = 1.0
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Turn the first R of the last axis of `x [B, N, T, D]`."""
+        part = x if self.factor == 1.0 else x * self.factor
+        if self.dims == x.shape[-1]:
+            return self._turn(part)
+        if self.factor == 1.0 and self.periods is not None:
+            return self._turn(x)  # leaves the rest as it is
+        turned = self._turn(part[..., : self.dims])
+        return mx.concatenate([turned, x[..., self.dims :]], axis=-1)
+
+    def _turn(self, x: mx.array) -> mx.array:
+        if self.periods is None:
+            return self._turn_by_angles(x)
+        if self.positions.ndim == 1:
+            return self._turn_by_periods(x, self.positions)
+        batch, heads, tokens, width = x.shape
+        folded = x.swapaxes(1, 2).reshape(batch * tokens, heads, 1, width)
+        folded = self._turn_by_periods(folded, self.positions.reshape(-1))
+        return folded.reshape(batch, tokens, heads, width).swapaxes(1, 2)
+
+    def _turn_by_periods(self, x: mx.array, offset: mx.array) -> mx.array:
+        return mx.fast.rope(
+            x, self.dims, traditional=self.interleaved, base=None, scale=1.0,
+            offset=offset, freqs=self.periods,
+        )  # fmt: skip
+
+    def _turn_by_angles(self, x: mx.array) -> mx.array:
+        assert self.angles is not None
+        cos, sin = mx.cos(self.angles).astype(x.dtype), mx.sin(self.angles).astype(x.dtype)
+        if self.interleaved:
+            low, high = x[..., ::2], x[..., 1::2]
+            turned = mx.stack([low * cos - high * sin, high * cos + low * sin], axis=-1)
+            return turned.reshape(x.shape)
+        low, high = mx.split(x, 2, axis=-1)
+        return mx.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+
+
+def make_rotary(
+    rope: RopeConfig,
+    width: int,
+    offset: mx.array,
+    total: mx.array,
+    tokens: int,
+    positions: mx.array | None,
+) -> Rotary:
+    """Rotary embedding of one call.
+
+    Args:
+        rope: base and scaling.
+        width: D, of which `rope.partial` turns.
+        offset: int32 `[B]`, lengths before the call.
+        total: int32 `[B]`, lengths after it (`dynamic` and `longrope` choose by it).
+        tokens: T.
+        positions: int32 `[B, T]`, or None where position = offset + index.
+    """
+    dims, factor = rotary_dims(rope, width), attention_factor(rope)
+    if rope.kind in ("dynamic", "longrope"):
+        where = positions
+        if where is None:
+            where = offset[:, None] + mx.arange(tokens, dtype=mx.int32)
+        else:
+            total = mx.max(where, axis=1) + 1
+        choose = _dynamic_frequencies if rope.kind == "dynamic" else _longrope_frequencies
+        inverse = choose(rope, dims, total)  # [B,R/2]
+        angles = where.astype(mx.float32)[:, None, :, None] * inverse[:, None, None]
+        return Rotary(where, None, angles, dims, rope.interleaved, factor)
+    periods = mx.array([1.0 / f for f in frequencies(rope, dims)])
+    where = offset if positions is None else positions
+    return Rotary(where, periods, None, dims, rope.interleaved, factor)
+
+
+def rotary_dims(rope: RopeConfig, width: int) -> int:
+    """R: how much of heads of this width turns."""
+    return int(width * rope.partial)
+
+
+def frequencies(rope: RopeConfig, dims: int) -> list[float]:
+    """Radians per position of each of the R/2 planes, in double precision.
+
+    `linear` divides them all (arXiv:2306.15595); `llama3` divides the long waves and blends the
+    middle ones (as released with Llama 3.1); `yarn` blends by turns over the original context
+    (arXiv:2309.00071 §3.2).
+    """
+    plain = [rope.theta ** (-2 * i / dims) for i in range(dims // 2)]
+    if rope.kind == "linear":
+        return [f / rope.factor for f in plain]
+    if rope.kind == "llama3":
+        return [_llama3_frequency(rope, f) for f in plain]
+    if rope.kind == "yarn":
+        keep = _yarn_ramp(rope, dims)
+        return [f / rope.factor * (1 - k) + f * k for f, k in zip(plain, keep, strict=True)]
+    return plain
+
+
+def _llama3_frequency(rope: RopeConfig, frequency: float) -> float:
+    turns = rope.original_max_positions * frequency / (2 * math.pi)
+    if turns < rope.low_freq_factor:
+        return frequency / rope.factor
+    if turns > rope.high_freq_factor:
+        return frequency
+    smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    return (1 - smooth) * frequency / rope.factor + smooth * frequency
+
+
+def _yarn_ramp(rope: RopeConfig, dims: int) -> list[float]:
+    """Share of the unscaled frequency kept in each plane: 1 for fast planes, 0 for slow ones."""
+
+    def plane(turns: float) -> float:
+        wave = rope.original_max_positions / (turns * 2 * math.pi)
+        return dims * math.log(wave) / (2 * math.log(rope.theta))
+
+    low, high = plane(rope.beta_fast), plane(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dims - 1)
+    width = high - low or 0.001  # the paper's ramp divides by zero where both ends meet
+    return [1 - min(max((i - low) / width, 0.0), 1.0) for i in range(dims // 2)]
+
+
+def _dynamic_frequencies(rope: RopeConfig, dims: int, total: mx.array) -> mx.array:
+    """`[B, R/2]`: the base grows with each row's length past the original context (NTK-aware)."""
+    length = mx.maximum(total, rope.original_max_positions).astype(mx.float32)
+    stretch = rope.factor * length / rope.original_max_positions - (rope.factor - 1)
+    base = rope.theta * stretch ** (dims / (dims - 2))  # [B]
+    exponent = mx.arange(0, dims, 2, dtype=mx.float32) / dims
+    return mx.exp(-mx.log(base)[:, None] * exponent)
+
+
+def _longrope_frequencies(rope: RopeConfig, dims: int, total: mx.array) -> mx.array:
+    """`[B, R/2]`: other divisors once a row is longer than the original context (2402.13753)."""
+    plain = [rope.theta ** (-2 * i / dims) for i in range(dims // 2)]
+    short, long = (
+        mx.array([f / divisor for f, divisor in zip(plain, divisors, strict=True)])
+        for divisors in (rope.short_factor, rope.long_factor)
+    )
+    return mx.where((total > rope.original_max_positions)[:, None], long, short)
+
+
+def attention_factor(rope: RopeConfig) -> float:
+    """What cos and sin are multiplied by: 1 but for yarn and longrope (papers: `RopeConfig`)."""
+    if rope.kind not in ("yarn", "longrope"):
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.factor <= 1:
+        return 1.0
+    if rope.kind == "longrope":
+        return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_positions))
+    if rope.mscale and rope.mscale_all_dim:
+        return yarn_magnitude(rope, rope.mscale) / yarn_magnitude(rope, rope.mscale_all_dim)
+    return yarn_magnitude(rope, 1.0)
+
+
+def yarn_magnitude(rope: RopeConfig, scale: float) -> float:
+    """What a context stretched by `rope.factor` multiplies attention by (arXiv:2309.00071 §3.4)."""
+    return 0.1 * scale * math.log(rope.factor) + 1 if rope.factor > 1 else 1.0
