@@ -10,6 +10,7 @@ from funcrt.layers.attention import Attention
 from funcrt.layers.basic import Embedding, LayerNorm, Linear, RMSNorm, Stacked
 from funcrt.layers.blocks import Parallel, PostNorm, PreNorm, Sandwich
 from funcrt.layers.mlp import MLP, GatedMLP
+from funcrt.layers.moe import Experts, Gated, MoE, StackedExperts
 from funcrt.layers.network import Network, NetworkFamily
 from funcrt.layers.part import Part, Run
 
@@ -17,9 +18,12 @@ __all__ = [
     "MLP",
     "Attention",
     "Embedding",
+    "Experts",
+    "Gated",
     "GatedMLP",
     "LayerNorm",
     "Linear",
+    "MoE",
     "Network",
     "NetworkFamily",
     "Parallel",
@@ -30,4 +34,5 @@ __all__ = [
     "Run",
     "Sandwich",
     "Stacked",
+    "StackedExperts",
 ]
