@@ -1,4 +1,4 @@
-"""Read the golden files of this folder in tests: `llama/` as model folders and expected logits."""
+"""Read the golden files of this folder in tests: models as folders, and their expected logits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import funcrt  # noqa: F401  (before mlx)
 import mlx.core as mx
 
 LLAMA = Path(__file__).parent / "llama"
-MISTRAL = Path(__file__).parent / "mistral"
+FAMILIES = Path(__file__).parent / "families"
 CASES: dict[str, dict[str, Any]] = {
     case["name"]: case for case in json.loads((LLAMA / "cases.json").read_text())
 }
@@ -51,11 +51,29 @@ def make_folder(name: str, folder: Path, **changes: Any) -> Path:
 
 def read_golden(name: str) -> Golden:
     """Expected results of a case."""
-    arrays = _arrays()
-    tokens, *rest = (arrays.get(f"{name}.{field}") for field in Golden._fields)
+    return _pick(_read(LLAMA / "golden.safetensors"), f"{name}.")
+
+
+def family_cases() -> list[str]:
+    """Names of the cases in `families/`: a model_type, or one with what is special after a dash."""
+    return sorted(path.parent.name for path in FAMILIES.glob("*/golden.safetensors"))
+
+
+def family_folder(case: str) -> Path:
+    """The Hugging Face folder of a case. Tests read it and write nothing into it."""
+    return FAMILIES / case
+
+
+def read_family_golden(case: str) -> Golden:
+    """Expected results of a case of `families/`."""
+    return _pick(_read(FAMILIES / case / "golden.safetensors"), "")
+
+
+def _pick(arrays: dict[str, mx.array], prefix: str) -> Golden:
+    tokens, *rest = (arrays.get(f"{prefix}{field}") for field in Golden._fields)
     return Golden(tokens[None], *rest)
 
 
 @lru_cache
-def _arrays() -> dict[str, mx.array]:
-    return mx.load(str(LLAMA / "golden.safetensors"))
+def _read(path: Path) -> dict[str, mx.array]:
+    return mx.load(str(path))
