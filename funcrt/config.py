@@ -47,6 +47,8 @@ class ModelConfig:
         HARMLESS: keys that change nothing, besides those that mean nothing in any family.
         WINDOWED: whether a sliding window is possible.
         PARTIAL_ROTARY: whether only a part of each head may turn.
+        INTERLEAVED: whether neighbours form the planes that turn, not the two halves of a head.
+        ROPE_DEFAULTS: what transformers fills in for `rope_theta` and `partial_rotary_factor`.
     """
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {}
@@ -57,6 +59,8 @@ class ModelConfig:
     HARMLESS: ClassVar[frozenset[str]] = frozenset()
     WINDOWED: ClassVar[bool] = False
     PARTIAL_ROTARY: ClassVar[bool] = False
+    INTERLEAVED: ClassVar[bool] = False
+    ROPE_DEFAULTS: ClassVar[Mapping[str, Any]] = {}
 
     model_type: str
     vocab_size: int = setting("vocab_size")
@@ -97,8 +101,7 @@ class ModelConfig:
                 f"config sliding_window={self.sliding_window!r} is not supported for "
                 f"{self.model_type!r}"
             )
-        if int(self.head_dim * self.rope.partial) % 2:
-            raise ConfigError(f"head_dim must be even for rotary embedding, got {self.head_dim}")
+        self.rope.check_width(self.head_dim)
         if self.hidden_act not in ACTIVATIONS:
             raise ConfigError(
                 f"activation {self.hidden_act!r} is not supported; known: {', '.join(ACTIVATIONS)}"
@@ -141,7 +144,9 @@ class ModelConfig:
         cls._check_keys(hf)
         values: dict[str, Any] = read_fields(cls, hf)
         for name, spelled in cls.ropes(hf).items():
-            values[name] = RopeConfig.from_hf(spelled, cls.PARTIAL_ROTARY)
+            values[name] = RopeConfig.from_hf(
+                spelled, cls.PARTIAL_ROTARY, cls.INTERLEAVED, cls.ROPE_DEFAULTS
+            )
         eos = _ids(hf.get("eos_token_id"))
         return cls(model_type=hf["model_type"], eos_token_ids=eos, dtype=dtype, **values)
 

@@ -69,17 +69,26 @@ class RopeConfig:
     interleaved: bool = False
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, Any], partial: bool = False) -> RopeConfig:
+    def from_hf(
+        cls,
+        hf: Mapping[str, Any],
+        partial: bool = False,
+        interleaved: bool = False,
+        defaults: Mapping[str, Any] | None = None,
+    ) -> RopeConfig:
         """Read either spelling: `rope_parameters`, or `rope_theta` with `rope_scaling`.
 
         Args:
             hf: the config.
             partial: whether the model knows heads of which only a part turns.
+            interleaved: see the class.
+            defaults: of `rope_theta` and `partial_rotary_factor`, where the config has neither
+                spelling of them.
 
         Raises:
             ConfigError: the two disagree, or a kind or key is not supported.
         """
-        rope = _merge(hf)
+        rope = {**(defaults or {}), **_merge(hf)}
         if "factor" in rope and "rope_type" not in rope:
             raise ConfigError(
                 f"rope scaling has a factor ({rope['factor']!r}) but no rope_type; "
@@ -108,8 +117,25 @@ class RopeConfig:
             kind=kind,
             original_max_positions=int(original),
             partial=float(share or 1.0),
+            interleaved=interleaved,
             **rope,
         )
+
+    def check_width(self, width: int) -> None:
+        """Raise ConfigError unless heads of this width can turn so."""
+        dims = int(width * self.partial)
+        if dims % 2 or not dims:
+            raise ConfigError(
+                f"head_dim must be even for rotary embedding, got {width}"
+                + (f", of which {dims} turn" if self.partial != 1.0 else "")
+            )
+        for key in ("short_factor", "long_factor"):
+            count = len(getattr(self, key))
+            if self.kind == "longrope" and count != dims // 2:
+                raise ConfigError(
+                    f"rope {key}: expected {dims // 2} numbers for a head_dim of {width}, "
+                    f"got {count}"
+                )
 
     def to_hf(self) -> dict[str, Any]:
         """The older spelling, which both mlx-lm and transformers read."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from funcrt.config import ModelConfig
-from funcrt.layers import Attention, Embedding, Linear, Network, PreNorm, RMSNorm
+from funcrt.layers import Attention, Embedding, Linear, Network, Part, PreNorm, RMSNorm
 from funcrt.layers.attention import split_qkv
 from funcrt.layers.mlp import gated_mlp
 
@@ -12,21 +14,26 @@ Config = ModelConfig
 
 def network(config: Config) -> Network:
     """The layers of one config."""
+    return stack(config, lambda i: layer(config, i, attention(config, i)))
+
+
+def stack(config: Config, make_layer: Callable[[int], Part]) -> Network:
+    """Embedding, the layers that `make_layer` gives for their numbers, norm and last projection."""
     e, v = config.hidden_size, config.vocab_size
     return Network(
         embed=Embedding("model.embed_tokens", v, e),
-        layers=tuple(layer(config, i) for i in range(config.num_layers)),
+        layers=tuple(make_layer(i) for i in range(config.num_layers)),
         norm=RMSNorm("model.norm", e, config.norm_eps),
         head=None if config.tie_word_embeddings else Linear("lm_head", e, v),
     )
 
 
-def layer(config: Config, i: int) -> PreNorm:
-    """One layer; `sliding_window` is that of Mistral."""
+def layer(config: Config, i: int, mix: Part) -> PreNorm:
+    """One layer around its attention."""
     name, e, eps = f"model.layers.{i}", config.hidden_size, config.norm_eps
     return PreNorm(
         mix_norm=RMSNorm(f"{name}.input_layernorm", e, eps),
-        mix=attention(config, i),
+        mix=mix,
         mlp_norm=RMSNorm(f"{name}.post_attention_layernorm", e, eps),
         mlp=gated_mlp(
             f"{name}.mlp", e, config.intermediate_size, config.hidden_act, config.mlp_bias
@@ -35,7 +42,7 @@ def layer(config: Config, i: int) -> PreNorm:
 
 
 def attention(config: Config, i: int) -> Attention:
-    """Attention of one layer."""
+    """Attention of one layer; `sliding_window` is that of Mistral."""
     name, e, d = f"model.layers.{i}.self_attn", config.hidden_size, config.head_dim
     h, k, bias = config.num_heads, config.num_kv_heads, config.attention_bias
     return Attention(

@@ -1,0 +1,61 @@
+"""Configs of models in which some layers see all that came before and others a window of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from funcrt.config import ModelConfig
+from funcrt.errors import ConfigError
+from funcrt.fields import setting
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedConfig(ModelConfig):
+    """A model whose layers differ in how far they look back.
+
+    A family says in `slides` which layers have a window where config.json does not list them.
+
+    Class attribute of a family:
+        LAYER_TYPES: what a layer may be called.
+    """
+
+    WINDOWED: ClassVar[bool] = True
+    LAYER_TYPES: ClassVar[tuple[str, ...]] = (FULL, SLIDING)
+
+    layer_types: tuple[str, ...] = setting("layer_types")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        known = ", ".join(self.LAYER_TYPES)
+        for kind in self.layer_types:
+            if kind not in self.LAYER_TYPES:
+                raise ConfigError(f"layer type {kind!r} is not supported; known: {known}")
+        if len(self.layer_types) != self.num_layers:
+            raise ConfigError(
+                f"config layer_types: expected {self.num_layers} entries (num_hidden_layers), "
+                f"got {len(self.layer_types)}"
+            )
+        if SLIDING in self.layer_types and self.sliding_window is None:
+            raise ConfigError(f"layer_types has {SLIDING!r}, but there is no sliding_window")
+
+    def window(self, layer: int) -> int | None:
+        """W of a layer: its queries see q - k < W; None sees everything."""
+        return self.sliding_window if self.layer_types[layer] == SLIDING else None
+
+    @classmethod
+    def fill(cls, hf: dict[str, Any]) -> dict[str, Any]:
+        """See `ModelConfig`; `layer_types` too."""
+        hf = super().fill(hf)
+        count = hf.get("num_hidden_layers")
+        if hf.get("layer_types") is None and isinstance(count, int):
+            hf["layer_types"] = [SLIDING if cls.slides(hf, i) else FULL for i in range(count)]
+        return hf
+
+    @classmethod
+    def slides(cls, hf: Mapping[str, Any], layer: int) -> bool:
+        """Whether a layer has a window in a config.json without `layer_types`."""
+        raise NotImplementedError
