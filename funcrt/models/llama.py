@@ -28,14 +28,15 @@ def stack(config: Config, make_layer: Callable[[int], Part]) -> Network:
     )
 
 
-def layer(config: Config, i: int, mix: Part) -> PreNorm:
-    """One layer around its attention."""
+def layer(config: Config, i: int, mix: Part, mlp: Part | None = None) -> PreNorm:
+    """One layer around its attention; None stands for Llama's own MLP."""
     name, e, eps = f"model.layers.{i}", config.hidden_size, config.norm_eps
     return PreNorm(
         mix_norm=RMSNorm(f"{name}.input_layernorm", e, eps),
         mix=mix,
         mlp_norm=RMSNorm(f"{name}.post_attention_layernorm", e, eps),
-        mlp=gated_mlp(
+        mlp=mlp
+        or gated_mlp(
             f"{name}.mlp", e, config.intermediate_size, config.hidden_act, config.mlp_bias
         ),
     )
