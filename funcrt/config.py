@@ -13,7 +13,7 @@ from funcrt.rope import RopeConfig
 __all__ = ["DTYPES", "ModelConfig", "RopeConfig", "setting"]
 
 DTYPES = ("float32", "float16", "bfloat16")
-ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu")
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "relu")
 
 # Read for every family, by `RopeConfig`, by whoever reads the weights, or into a field by hand.
 _USED = {
@@ -153,15 +153,17 @@ class ModelConfig:
     @classmethod
     def fill(cls, hf: dict[str, Any]) -> dict[str, Any]:
         """The config with what follows from other keys, and older spellings in the newer one."""
-        hf.setdefault("rms_norm_eps", 1e-6)
-        hf.setdefault("max_position_embeddings", 2048)
-        hidden, heads = hf.get("hidden_size"), hf.get("num_attention_heads")
+        keys = hf_keys(cls)
+        hf.setdefault(keys["norm_eps"], 1e-6)
+        hf.setdefault(keys["max_positions"], 2048)
+        hidden, heads = hf.get(keys["hidden_size"]), hf.get(keys["num_heads"])
         if hf.get("num_key_value_heads") is None:
             hf["num_key_value_heads"] = heads
         if hf.get("head_dim") is None and hidden is not None and heads is not None:
             if hidden % heads:
                 raise ConfigError(
-                    f"hidden_size ({hidden}) is not a multiple of num_attention_heads ({heads}) "
+                    f"{keys['hidden_size']} ({hidden}) is not a multiple of "
+                    f"{keys['num_heads']} ({heads}) "
                     "and no head_dim is given"
                 )
             hf["head_dim"] = hidden // heads
@@ -205,7 +207,7 @@ class ModelConfig:
         values = {keys[name]: _plain(getattr(self, name)) for name in keys}
         if not self.WINDOWED:
             del values["sliding_window"]
-        name = f"{self.model_type.capitalize()}ForCausalLM"
+        name = "".join(word.capitalize() for word in self.model_type.split("_")) + "ForCausalLM"
         return {
             **values,
             "architectures": list(self.architectures) or [name],

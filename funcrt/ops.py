@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from funcrt.params import Params, dequantize, quantization_of
+from funcrt.params import Params, Quantization, dequantize, quantization_of
 
 import mlx.core as mx
 
@@ -33,22 +33,28 @@ def embed(params: Params, name: str, tokens: mx.array, width: int, dtype: mx.Dty
 
 def linear(params: Params, name: str, x: mx.array) -> mx.array:
     """`x [..., I]` -> `[..., O]` by the dense or packed matrix `name` `[O, I]` and its bias."""
-    weight = params[f"{name}.weight"]
     packing = quantization_of(params, name, x.shape[-1])
     if packing is None:
-        y = x @ weight.astype(x.dtype).T
+        y = x @ params[f"{name}.weight"].astype(x.dtype).T
     else:
-        y = mx.quantized_matmul(
-            x,
-            weight,
-            params[f"{name}.scales"].astype(x.dtype),
-            params[f"{name}.biases"].astype(x.dtype),
-            transpose=True,
-            group_size=packing.group_size,
-            bits=packing.bits,
-        )
+        y = packed_product(params, name, x, packing)
     bias = params.get(f"{name}.bias")
     return y if bias is None else y + bias.astype(x.dtype)
+
+
+def packed_product(
+    params: Params, name: str, x: mx.array, packing: Quantization, *, transpose: bool = True
+) -> mx.array:
+    """`x [..., I]` -> `[..., O]` by a packed matrix `[O, I]`, or `[I, O]` without `transpose`."""
+    return mx.quantized_matmul(
+        x,
+        params[f"{name}.weight"],
+        params[f"{name}.scales"].astype(x.dtype),
+        params[f"{name}.biases"].astype(x.dtype),
+        transpose=transpose,
+        group_size=packing.group_size,
+        bits=packing.bits,
+    )
 
 
 def fused_linear(params: Params, fused: str, members: tuple[str, ...], x: mx.array) -> mx.array:
@@ -104,5 +110,6 @@ ACTIVATIONS: dict[str, Callable[[mx.array], mx.array]] = {
     "gelu": lambda x: x * 0.5 * (1 + mx.erf(x / math.sqrt(2))),
     "gelu_pytorch_tanh": _gelu_tanh,
     "gelu_new": _gelu_tanh,
+    "gelu_fast": _gelu_tanh,
     "relu": lambda x: mx.maximum(x, 0),
 }
