@@ -15,7 +15,7 @@ MIN_PYTHON := import sys; sys.exit(sys.version_info < (3, 10))
 CANDIDATES := python3 python3.13 python3.12 python3.11 python3.10 python
 PYTHON ?= $(shell for p in $(CANDIDATES); do $$p -c '$(MIN_PYTHON)' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help demo test test-long test-all-modules lint format bench bench-full reference pins clean
+.PHONY: help demo test test-long test-families test-all-modules lint format bench bench-full reference pins clean
 .DEFAULT_GOAL := help
 
 help:  ## list these targets
@@ -30,6 +30,10 @@ PYTEST := OPENBLAS_NUM_THREADS=$${OPENBLAS_NUM_THREADS:-1} $(BIN)/python -m pyte
 
 test: $(VENV)/.installed  ## the tests (minutes)
 	@$(PYTEST)
+
+# A row that differs on purpose: python -m tests.families CASE
+test-families: $(VENV)/.installed  ## the whole checklist of every model family, against the committed table (minutes)
+	@OPENBLAS_NUM_THREADS=$${OPENBLAS_NUM_THREADS:-1} $(BIN)/python -m tests.families --check
 
 test-all-modules: $(VENV)/.installed  ## every module of mlx-lm as a pure function, against the committed table, and its bundle (ten minutes)
 	@OPENBLAS_NUM_THREADS=$${OPENBLAS_NUM_THREADS:-1} $(BIN)/python -m tests.reference.make_mlx_lm_modules --check

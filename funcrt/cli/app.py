@@ -11,7 +11,7 @@ from importlib import metadata
 from typing import Annotated, Any
 
 from funcrt._version import __version__
-from funcrt.cli import batch, bundles, demo, doctor, generate, plan, terminal
+from funcrt.cli import batch, bundles, demo, doctor, generate, models, plan, terminal
 from funcrt.errors import FuncrtError
 
 import typer
@@ -55,6 +55,7 @@ for command in (
     batch.batch,
     bundles.inspect,
     bundles.verify,
+    models.models,
     doctor.doctor,
     demo.demo,
 ):

@@ -1,0 +1,61 @@
+"""`funcrt models`: what it lists, from the committed table."""
+
+from __future__ import annotations
+
+import json
+
+from funcrt.cli.models import COLUMNS, load_rows, merge, summary
+from funcrt.models import FAMILIES
+from tests.commands import run, run_here
+
+import pytest
+
+ROW = {"model_type": "one", "family": "file", **dict.fromkeys(COLUMNS, True), "reason": ""}
+OTHER = {**ROW, "mlx_lm": False, "reason": "mlx_lm: no"}
+
+
+def test_json_has_an_object_for_every_model_type() -> None:
+    done = run("models", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [one["model_type"] for one in found] == sorted(FAMILIES)
+    assert found == merge(load_rows(), {name: family.name for name, family in FAMILIES.items()})
+    for one in found:
+        assert list(one) == ["model_type", "family", *COLUMNS, "reason"]
+        assert one["family"] == FAMILIES[one["model_type"]].name
+        assert all(isinstance(one[column], bool) for column in COLUMNS)
+    assert any(one["model_type"] == "mistral" and one["golden"] for one in found)
+
+
+def test_text_has_a_line_for_every_model_type() -> None:
+    done = run_here("models")
+    assert done.returncode == 0
+    for name in [*FAMILIES, "model_type", "family", "passes", *COLUMNS]:
+        assert name in done.stdout
+
+
+def test_a_model_type_is_true_where_all_of_its_checkpoints_are() -> None:
+    (one,) = merge([ROW, OTHER, OTHER], {"one": "file"})
+    assert {column for column in COLUMNS if not one[column]} == {"mlx_lm"}
+    assert one["reason"] == "mlx_lm: no"
+    assert merge([ROW, ROW], {"one": "file"}) == [ROW]
+
+
+def test_a_family_without_a_row_is_false_everywhere() -> None:
+    assert merge([{**ROW, "model_type": "gone"}], {"new": "file"}) == [
+        {"model_type": "new", "family": "file", **dict.fromkeys(COLUMNS, False),
+         "reason": "not checked"}
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("missing", "text"),
+    [
+        ([], "all"),
+        (["mlx_lm"], "all but mlx_lm"),
+        (["golden", "mlx_lm"], "all but golden, mlx_lm"),
+        (["golden", "cached", "compiled", "mlx_lm"], f"{len(COLUMNS) - 4} of {len(COLUMNS)}"),
+    ],
+)
+def test_summary(missing: list[str], text: str) -> None:
+    assert summary({**ROW, **dict.fromkeys(missing, False)}) == text
