@@ -95,6 +95,25 @@ def route_sigmoid(
     return _weigh(weights, _best(among, count), scale, 1e-20 if normalize else None)
 
 
+def check_groups(experts: int, count: int, groups: int, kept: int, best: int) -> None:
+    """Raise ConfigError unless `count` experts can be chosen within the `kept` best groups.
+
+    Args:
+        experts: X.
+        count: k.
+        groups: how many groups of X / groups neighbours there are.
+        kept: how many of them may be chosen from.
+        best: how many experts of a group its own score is made of.
+    """
+    size, left = divmod(experts, groups)
+    if left or not best <= size or not count <= kept * size or kept > groups:
+        raise ConfigError(
+            f"routing: {count} of {experts} experts in {kept} of {groups} groups is not "
+            f"possible; groups must divide the experts, hold at least {best} each, and those kept "
+            "must hold all that are chosen"
+        )
+
+
 def _best(scores: mx.array, count: int) -> mx.array:
     # Not argpartition: it leaves the order of the k, and of ties, to chance.
     return mx.argsort(mx.stop_gradient(-scores), axis=-1)[..., :count]
@@ -109,16 +128,10 @@ def _weigh(weights: mx.array, chosen: mx.array, scale: float, eps: float | None)
 
 def _keep_groups(scores: mx.array, count: int, groups: int, kept: int, best: int) -> mx.array:
     """`scores [..., X]` with -inf outside of the `kept` groups whose `best` add up to most."""
-    size, left = divmod(scores.shape[-1], groups)
-    if left or not best <= size or not count <= kept * size or kept > groups:
-        raise ConfigError(
-            f"routing: {count} of {scores.shape[-1]} experts in {kept} of {groups} groups is not "
-            f"possible; groups must divide the experts, hold at least {best} each, and those kept "
-            "must hold all that are chosen"
-        )
+    check_groups(scores.shape[-1], count, groups, kept, best)
     if kept == groups:
         return scores
-    grouped = scores.reshape(*scores.shape[:-1], groups, size)
+    grouped = scores.reshape(*scores.shape[:-1], groups, -1)
     top = mx.sum(mx.topk(grouped, best, axis=-1), axis=-1)  # [...,groups]
     rank = mx.argsort(mx.argsort(mx.stop_gradient(-top), axis=-1), axis=-1)
     return mx.where((rank < kept)[..., None], grouped, -mx.inf).reshape(scores.shape)

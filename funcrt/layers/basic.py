@@ -31,6 +31,14 @@ class Linear(Part):
 
 
 @dataclass(frozen=True)
+class Float32Linear(Linear):
+    """The same in float32: for scores of which differences decide."""
+
+    def __call__(self, run: Run, x: mx.array) -> mx.array:
+        return super().__call__(run, x.astype(mx.float32))
+
+
+@dataclass(frozen=True)
 class Stacked(Part):
     """Linear maps of the same input, side by side; `prepare` makes one of them."""
 
