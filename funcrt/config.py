@@ -96,11 +96,6 @@ class ModelConfig:
                 f"num_attention_heads ({self.num_heads}) must be a multiple of "
                 f"num_key_value_heads ({self.num_kv_heads})"
             )
-        if self.sliding_window is not None and not self.WINDOWED:
-            raise ConfigError(
-                f"config sliding_window={self.sliding_window!r} is not supported for "
-                f"{self.model_type!r}"
-            )
         self.rope.check_width(self.head_dim)
         if self.hidden_act not in ACTIVATIONS:
             raise ConfigError(
@@ -181,6 +176,11 @@ class ModelConfig:
                 raise ConfigError(
                     f"config {key}={hf[key]!r} is not supported for {hf['model_type']!r}"
                 )
+        if hf.get("sliding_window") is not None and not cls.WINDOWED:
+            raise ConfigError(
+                f"config sliding_window={hf['sliding_window']!r} is not supported for "
+                f"{hf['model_type']!r}"
+            )
         for key in ("quantization", "quantization_config"):
             method = (hf.get(key) or {}).get("quant_method")
             if method is not None:

@@ -152,7 +152,7 @@ class Model(CallForm):
         """The layout for a plan: rings where a window makes them smaller than full caches."""
         longest, largest = plan.tokens[-1], plan.capacity[-1]
         rings, whole = (
-            cache.state_bytes(self._entries(CacheLayout(kv_bits, max_tokens)), 1, largest)
+            cache.state_bytes(self._entries(CacheLayout(None, max_tokens)), 1, largest)
             for max_tokens in (longest, None)
         )
         return CacheLayout(kv_bits, longest if rings < whole else None)
@@ -166,7 +166,7 @@ class Model(CallForm):
     @cached_property
     def fingerprint(self) -> str:
         """Equal for equal config and weights, whatever the compute dtype."""
-        config = {**self.config.to_dict(), "dtype": None}
+        config = {**self.config.to_dict(), "dtype": None, "architectures": None}
         return weights.fingerprint(self.params, config)
 
     def prepare(self, stored: Params) -> Params:

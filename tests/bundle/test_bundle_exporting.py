@@ -10,12 +10,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from funcrt import ops, publish
+from funcrt import publish
 from funcrt.buckets import BucketPlan
 from funcrt.bundle import export, exporter, golden, load_bundle, load_manifest, verify
 from funcrt.bundle.exporter import KIND
 from funcrt.errors import BundleError, PublishError
+from funcrt.layers import part
 from funcrt.model import Model
+from funcrt.rotary import Rotary
 from tests.bundle.conftest import SMALL
 from tests.helpers import TOLERANCE, make_model, random_tokens, relative_error, run_plain
 
@@ -132,9 +134,9 @@ def test_a_constant_that_mlx_exports_wrongly_is_noticed(
     model: Model, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """MLX writes captured arrays that are not contiguous as if they were."""
-    make = ops.make_rotary
+    make = part.make_rotary
 
-    def make_strided(*arguments: Any) -> ops.Rotary:
+    def make_strided(*arguments: Any) -> Rotary:
         rotary = make(*arguments)
         pairs = mx.stack([rotary.periods, 2 * rotary.periods], axis=1)
         mx.eval(pairs)
@@ -142,7 +144,7 @@ def test_a_constant_that_mlx_exports_wrongly_is_noticed(
         mx.eval(periods)
         return rotary._replace(periods=periods)
 
-    monkeypatch.setattr(ops, "make_rotary", make_strided)
+    monkeypatch.setattr(part, "make_rotary", make_strided)
     with pytest.raises(BundleError, match="exported functions are wrong, nothing is published"):
         export(model, target, SMALL)
     assert is_intact(target)
@@ -229,7 +231,6 @@ def test_large_weights_are_split(
 
 CHILD = """
 import os, signal, sys
-from funcrt import ops
 from funcrt.buckets import BucketPlan
 from funcrt import publish
 from funcrt.bundle import export
