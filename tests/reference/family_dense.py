@@ -140,8 +140,8 @@ DENSE: dict[str, Case] = {
         make_config(
             "gemma2", "Gemma2ForCausalLM", attn_logit_softcapping=6.0,
             cache_implementation="hybrid", final_logit_softcapping=10.0,
-            hidden_act="gelu_pytorch_tanh", hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=24,
-            rope_theta=20000.0, sliding_window=24, **GEMMA,
+            hidden_act="gelu_pytorch_tanh", hidden_activation="gelu_pytorch_tanh",
+            query_pre_attn_scalar=24, rope_theta=20000.0, sliding_window=24, **GEMMA,
         ),
         rules=GEMMA_RULES,
         off={

@@ -17,7 +17,10 @@ class Normal(NamedTuple):
 
     gain: float
     axis: int | None = -1
-    neutral: float = 0.0
+
+    @property
+    def neutral(self) -> float:
+        return 0.0
 
     def draw(self, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
         inputs = 1 if self.axis is None else shape[self.axis]
