@@ -93,8 +93,8 @@ class ModelConfig:
             )
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
-                f"num_attention_heads ({self.num_heads}) must be a multiple of "
-                f"num_key_value_heads ({self.num_kv_heads})"
+                f"{self._key('num_heads')} ({self.num_heads}) must be a multiple of "
+                f"{self._key('num_kv_heads')} ({self.num_kv_heads})"
             )
         self.rope.check_width(self.head_dim)
         if self.hidden_act not in ACTIVATIONS:
@@ -152,8 +152,8 @@ class ModelConfig:
         hf.setdefault(keys["norm_eps"], 1e-6)
         hf.setdefault(keys["max_positions"], 2048)
         hidden, heads = hf.get(keys["hidden_size"]), hf.get(keys["num_heads"])
-        if hf.get("num_key_value_heads") is None:
-            hf["num_key_value_heads"] = heads
+        if hf.get(keys["num_kv_heads"]) is None:
+            hf[keys["num_kv_heads"]] = heads
         if hf.get("head_dim") is None and hidden is not None and heads is not None:
             if hidden % heads:
                 raise ConfigError(
@@ -163,6 +163,10 @@ class ModelConfig:
                 )
             hf["head_dim"] = hidden // heads
         return hf
+
+    def unused_tensors(self) -> tuple[str, ...]:
+        """Prefixes of tensors that published files may hold and that change no logits."""
+        return ()
 
     @classmethod
     def ropes(cls, hf: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
