@@ -9,7 +9,7 @@ from typing import Any
 from funcrt.config import ModelConfig
 from funcrt.errors import ConfigError
 from funcrt.layers import NetworkFamily
-from funcrt.models import llama, mistral
+from funcrt.models import llama, mamba2, mistral
 from funcrt.models.family import Family
 
 
@@ -25,6 +25,7 @@ def _families(**modules: ModuleType) -> dict[str, NetworkFamily]:
 
 FAMILIES = _families(
     llama=llama,
+    mamba2=mamba2,
     mistral=mistral,
 )
 
