@@ -1,4 +1,4 @@
-"""Configs of models in which some layers see all that came before and others a window of it."""
+"""Configs of models with layers of several types, some with a window, for example."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixedConfig(ModelConfig):
-    """A model whose layers differ in how far they look back.
+class LayeredConfig(ModelConfig):
+    """A model with layers of several types.
 
-    A family says in `slides` which layers have a window where config.json does not list them.
+    A family says in `layer_type` which layer is of which where config.json does not list them.
 
     Class attribute of a family:
         LAYER_TYPES: what a layer may be called.
     """
 
-    WINDOWED: ClassVar[bool] = True
-    LAYER_TYPES: ClassVar[tuple[str, ...]] = (FULL, SLIDING)
+    LAYER_TYPES: ClassVar[tuple[str, ...]] = ()
 
     layer_types: tuple[str, ...] = setting("layer_types")
 
@@ -39,6 +38,34 @@ class MixedConfig(ModelConfig):
                 f"config layer_types: expected {self.num_layers} entries (num_hidden_layers), "
                 f"got {len(self.layer_types)}"
             )
+
+    @classmethod
+    def fill(cls, hf: dict[str, Any]) -> dict[str, Any]:
+        """See `ModelConfig`; `layer_types` too."""
+        hf = super().fill(hf)
+        count = hf.get("num_hidden_layers")
+        if hf.get("layer_types") is None and isinstance(count, int):
+            hf["layer_types"] = [cls.layer_type(hf, i) for i in range(count)]
+        return hf
+
+    @classmethod
+    def layer_type(cls, hf: Mapping[str, Any], layer: int) -> str:
+        """The type of a layer in a config.json without `layer_types`."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedConfig(LayeredConfig):
+    """A model whose layers differ in how far they look back.
+
+    A family says in `slides` which layers have a window where config.json does not list them.
+    """
+
+    WINDOWED: ClassVar[bool] = True
+    LAYER_TYPES: ClassVar[tuple[str, ...]] = (FULL, SLIDING)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if SLIDING in self.layer_types and self.sliding_window is None:
             raise ConfigError(f"layer_types has {SLIDING!r}, but there is no sliding_window")
 
@@ -47,13 +74,9 @@ class MixedConfig(ModelConfig):
         return self.sliding_window if self.layer_types[layer] == SLIDING else None
 
     @classmethod
-    def fill(cls, hf: dict[str, Any]) -> dict[str, Any]:
-        """See `ModelConfig`; `layer_types` too."""
-        hf = super().fill(hf)
-        count = hf.get("num_hidden_layers")
-        if hf.get("layer_types") is None and isinstance(count, int):
-            hf["layer_types"] = [SLIDING if cls.slides(hf, i) else FULL for i in range(count)]
-        return hf
+    def layer_type(cls, hf: Mapping[str, Any], layer: int) -> str:
+        """See `LayeredConfig`."""
+        return SLIDING if cls.slides(hf, layer) else FULL
 
     @classmethod
     def slides(cls, hf: Mapping[str, Any], layer: int) -> bool:
