@@ -55,11 +55,16 @@ def make_model(
 
 
 def drop_extras(config: ModelConfig, params: Params) -> Params:
-    """Leave out tensors that are known to repeat what config or other tensors say.
+    """Leave out tensors that change nothing, or repeat what config or other tensors say.
 
     Raises ParamsError if a tied `lm_head` differs from the embedding that it should repeat.
     """
-    kept = {name: array for name, array in params.items() if not name.endswith(_BUFFERS)}
+    unused = config.unused_tensors()
+    kept = {
+        name: array
+        for name, array in params.items()
+        if not name.endswith(_BUFFERS) and not name.startswith(unused)
+    }
     if not config.tie_word_embeddings:
         return kept
     for part in ("weight", "scales", "biases"):

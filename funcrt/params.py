@@ -27,6 +27,8 @@ FLOATS = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 AFFINE_BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)  # what MLX's packed products take
 _PARTS = ("weight", "scales", "biases", "bias")
+# Never cast: what is added to scores of which small differences decide.
+_EXACT = (".e_score_correction_bias",)
 
 
 class Quantization(NamedTuple):
@@ -130,7 +132,7 @@ class Preparation:
     """How stored weights become the ones that graphs take.
 
     Attributes:
-        dtype: floating leaves are cast to it.
+        dtype: floating leaves are cast to it, but for those that must stay exact.
         dequantize: expand packed matrices to dense ones.
         fusions: fused name -> the matrices stacked into it, in order (q/k/v, gate/up).
     """
@@ -158,10 +160,14 @@ def prepare(params: Params, spec: ParamSpec, preparation: Preparation) -> Params
             if part == "weight":
                 ready[name] = dequantize(params, base, packing).astype(dtype)
         else:
-            ready[name] = array if array.dtype == mx.uint32 else array.astype(dtype)
+            ready[name] = array.astype(dtype) if _is_cast(name, array) else array
     for fused, members in preparation.fusions.items():
         _fuse(ready, fused, members)
     return ready
+
+
+def _is_cast(name: str, array: mx.array) -> bool:
+    return array.dtype in FLOATS.values() and not name.endswith(_EXACT)
 
 
 def dequantize(params: Mapping[str, mx.array], base: str, packing: Quantization) -> mx.array:
@@ -224,9 +230,9 @@ def hash_bytes(content: memoryview) -> str:
 
 
 def cast(params: Mapping[str, mx.array], dtype: str) -> Params:
-    """Floating leaves in `dtype`; packed ones as they are."""
+    """Floating leaves in `dtype`; packed ones as they are, and those that must stay exact."""
     return {
-        name: array.astype(FLOATS[dtype]) if array.dtype in FLOATS.values() else array
+        name: array.astype(FLOATS[dtype]) if _is_cast(name, array) else array
         for name, array in params.items()
     }
 
