@@ -90,7 +90,7 @@ kinds = pytest.mark.parametrize("kind", ["float32", "affine"])
 
 def test_sizes_lie_on_both_sides_of_sorting() -> None:
     few, many = (batch * tokens * CHOSEN for batch, tokens in (FEW, MANY))
-    assert few < experts._SORT_FROM <= many
+    assert few < experts._SORT_FROM[mx.DeviceType.cpu] <= many
 
 
 @sizes
@@ -165,7 +165,7 @@ def test_gradients_are_those_of_the_loop(size: tuple[int, int], fused: bool) -> 
         found = {**gradients[0], "x": gradients[1], "weigh": gradients[2]}[name]
         products = to_numpy(found) * along
         slope = (exact[0] - exact[1]) / 2e-5
-        assert abs(products.sum() - slope) < 1e-4 * np.abs(products).sum(), name
+        assert abs(products.sum() - slope) <= 1e-4 * np.abs(products).sum(), name
 
 
 def test_differentiates_through_packed_experts() -> None:
