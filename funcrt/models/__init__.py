@@ -9,7 +9,7 @@ from typing import Any
 from funcrt.config import ModelConfig
 from funcrt.errors import ConfigError
 from funcrt.layers import NetworkFamily
-from funcrt.models import granite, llama, mamba2, mistral, phi3, qwen2, qwen3, smollm3
+from funcrt.models import granite, lfm2, llama, mamba2, mistral, phi3, qwen2, qwen3, smollm3
 from funcrt.models.family import Family
 
 
@@ -25,6 +25,7 @@ def _families(**modules: ModuleType) -> dict[str, NetworkFamily]:
 
 FAMILIES = _families(
     granite=granite,
+    lfm2=lfm2,
     llama=llama,
     mamba2=mamba2,
     mistral=mistral,
