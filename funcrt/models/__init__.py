@@ -9,7 +9,19 @@ from typing import Any
 from funcrt.config import ModelConfig
 from funcrt.errors import ConfigError
 from funcrt.layers import NetworkFamily
-from funcrt.models import granite, lfm2, llama, mamba2, mistral, phi3, qwen2, qwen3, smollm3
+from funcrt.models import (
+    deepseek_v2,
+    deepseek_v3,
+    granite,
+    lfm2,
+    llama,
+    mamba2,
+    mistral,
+    phi3,
+    qwen2,
+    qwen3,
+    smollm3,
+)
 from funcrt.models.family import Family
 
 
@@ -24,6 +36,8 @@ def _families(**modules: ModuleType) -> dict[str, NetworkFamily]:
 
 
 FAMILIES = _families(
+    deepseek_v2=deepseek_v2,
+    deepseek_v3=deepseek_v3,
     granite=granite,
     lfm2=lfm2,
     llama=llama,
