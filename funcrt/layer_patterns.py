@@ -1,0 +1,73 @@
+"""Configs of models whose layers with and without a window follow each other in a pattern."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from funcrt.errors import ConfigError
+from funcrt.layer_types import FULL, SLIDING, MixedConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatternConfig(MixedConfig):
+    """A model whose config.json lists `layer_types`, or says the pattern that repeats, or both.
+
+    Class attributes of a family:
+        PATTERN: where config.json says neither.
+        PATTERN_KEYS: where it may say the pattern.
+    """
+
+    PATTERN: ClassVar[int] = 2
+    PATTERN_KEYS: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def fill(cls, hf: dict[str, Any]) -> dict[str, Any]:
+        """See `MixedConfig`. Raises ConfigError where layer types and patterns disagree."""
+        hf = super().fill(hf)
+        types = hf.get("layer_types")
+        for key in cls.PATTERN_KEYS:
+            pattern = hf.pop(key, None)
+            if pattern is None or not isinstance(types, Sequence):
+                continue
+            if list(types) != repeat(key, pattern, len(types)):
+                raise ConfigError(
+                    f"config {key}={pattern!r} does not fit the layer_types {list(types)}; "
+                    "keep the one that the weights were trained with"
+                )
+        return hf
+
+    @classmethod
+    def slides(cls, hf: Mapping[str, Any], layer: int) -> bool:
+        """See `MixedConfig`."""
+        said = [(key, hf[key]) for key in cls.PATTERN_KEYS if hf.get(key) is not None]
+        key, pattern = said[0] if said else ("pattern", cls.PATTERN)
+        return repeat(key, pattern, layer + 1)[layer] == SLIDING
+
+    @property
+    def period(self) -> int | None:
+        """The n of which every n-th layer sees everything, or None if it is not so."""
+        counts = range(1, self.num_layers + 2)
+        fits = (n for n in counts if repeat("", n, self.num_layers) == list(self.layer_types))
+        return next(fits, None)
+
+
+def repeat(key: str, pattern: int | str, count: int) -> list[str]:
+    """The types of `count` layers.
+
+    Args:
+        key: of config.json, for the error.
+        pattern: n, where every n-th layer sees everything; or a letter for each layer of a period,
+            L for those with a window, G for those without.
+        count: how many.
+
+    Raises ConfigError for anything else.
+    """
+    if isinstance(pattern, str) and pattern and set(pattern) <= set("LG"):
+        return [SLIDING if pattern[i % len(pattern)] == "L" else FULL for i in range(count)]
+    if isinstance(pattern, int) and not isinstance(pattern, bool) and pattern > 0:
+        return [FULL if (i + 1) % pattern == 0 else SLIDING for i in range(count)]
+    raise ConfigError(
+        f"config {key}: expected a positive whole number, or the letters L and G, got {pattern!r}"
+    )

@@ -1,0 +1,52 @@
+"""GLM-4 (arXiv:2406.12793 §2): Llama with biased queries, keys, values; half a head turns.
+
+Neighbours turn together; gate and up projection are one matrix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from funcrt.config import ModelConfig, setting
+from funcrt.layers import Attention, GatedMLP, Linear, Network
+from funcrt.models import llama
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ModelConfig):
+    """A GLM-4 of either architecture."""
+
+    DEFAULTS: ClassVar[dict[str, Any]] = {
+        "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131072,
+        "rms_norm_eps": 1.5625e-07,
+    }  # fmt: skip
+    FIXED: ClassVar[dict[str, tuple[Any, ...]]] = {"mlp_bias": (None, False)}
+    PARTIAL_ROTARY: ClassVar[bool] = True
+    INTERLEAVED: ClassVar[bool] = True
+    ROPE_DEFAULTS: ClassVar[dict[str, Any]] = {"partial_rotary_factor": 0.5}
+
+    attention_bias: bool = setting("attention_bias", True)
+
+
+def network(config: Config) -> Network:
+    """The layers of one config."""
+    return llama.stack(
+        config, lambda i: llama.layer(config, i, attention(config, i), mlp(config, i))
+    )
+
+
+def attention(config: Config, i: int) -> Attention:
+    """Attention of one layer; its output has no bias."""
+    name, inner = f"model.layers.{i}.self_attn.o_proj", config.num_heads * config.head_dim
+    return replace(llama.attention(config, i), out=Linear(name, inner, config.hidden_size))
+
+
+def mlp(config: Config, i: int) -> GatedMLP:
+    """The MLP of one layer."""
+    name, e, f = f"model.layers.{i}.mlp", config.hidden_size, config.intermediate_size
+    return GatedMLP(
+        gate_up=Linear(f"{name}.gate_up_proj", e, 2 * f),
+        down=Linear(f"{name}.down_proj", f, e),
+        act=config.hidden_act,
+    )

@@ -1,0 +1,44 @@
+"""OLMo 3 (arXiv:2512.13961): OLMo 2 with a window, q - k < W, in three of four layers.
+
+Only the layers without one turn slower for longer contexts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from funcrt.layers import Network, Part
+from funcrt.local_rope import LocalRopeConfig
+from funcrt.models import llama, olmo2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(LocalRopeConfig):
+    """An OLMo 3. An older `rope_theta` is that of all layers, as in training."""
+
+    DEFAULTS: ClassVar[dict[str, Any]] = {"rms_norm_eps": 1e-5, "sliding_window": 4096}
+    FIXED: ClassVar[dict[str, tuple[Any, ...]]] = olmo2.Config.FIXED
+    ROPE_DEFAULTS: ClassVar[dict[str, Any]] = {"rope_theta": 500000.0}
+    PATTERN: ClassVar[int] = 4
+
+    def to_hf(self) -> dict[str, Any]:
+        """See `ModelConfig`. With two bases, mlx-lm cannot read it, and says so."""
+        hf = super().to_hf()
+        # transformers takes the older spelling of the base for layers without a window only.
+        hf["rope_parameters"] = self.ropes_by_type()
+        if self.rope.theta != self.local_rope.theta:
+            del hf["rope_theta"]
+        return hf
+
+
+def network(config: Config) -> Network:
+    """The layers of one config."""
+    return llama.stack(config, lambda i: olmo2.layer(config, i, attention(config, i)))
+
+
+def attention(config: Config, i: int) -> Part:
+    """Attention of one layer."""
+    window = config.window(i)
+    rope = config.rope if window is None else config.local_rope
+    return replace(olmo2.attention(config, i), window=window, rope=rope)
