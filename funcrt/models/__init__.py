@@ -14,6 +14,7 @@ from funcrt.models import (
     cohere2,
     deepseek_v2,
     deepseek_v3,
+    ernie4_5,
     exaone4,
     gemma,
     gemma2,
@@ -31,6 +32,8 @@ from funcrt.models import (
     qwen2,
     qwen3,
     smollm3,
+    stablelm,
+    starcoder2,
 )
 from funcrt.models.family import Family
 
@@ -50,6 +53,7 @@ FAMILIES = _families(
     cohere=cohere,
     deepseek_v2=deepseek_v2,
     deepseek_v3=deepseek_v3,
+    ernie4_5=ernie4_5,
     exaone4=exaone4,
     gemma2=gemma2,
     gemma3_text=gemma3,
@@ -67,6 +71,8 @@ FAMILIES = _families(
     qwen2=qwen2,
     qwen3=qwen3,
     smollm3=smollm3,
+    stablelm=stablelm,
+    starcoder2=starcoder2,
 )
 
 
