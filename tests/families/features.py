@@ -15,6 +15,7 @@ from typing import Any
 from funcrt.errors import FuncrtError
 from funcrt.model import Model
 from funcrt.params import Params
+from tests.families import deepseek_features
 from tests.families.cases import Case
 from tests.families.results import BLINDNESS, Result, worst
 from tests.helpers import relative_error, run_in_pieces, to_numpy
@@ -27,6 +28,7 @@ Change = Mapping[str, Any]  # keys of config.json; a dot leads into a dict
 EXTRA: dict[str, dict[str, Change]] = {
     "mistral": {"with a window": {"sliding_window": 128}},
     "mistral-window": {"without a window": {"sliding_window": None}},
+    **deepseek_features.EXTRA,
 }
 
 # Case, or model_type, or "*" for all -> keys that change nothing there, and why.
@@ -38,6 +40,7 @@ IDLE: dict[str, set[str]] = {
         "model_type", "pad_token_id", "resid_pdrop", "torch_dtype", "transformers_version",
         "use_cache",
     },
+    **deepseek_features.IDLE,
 }  # fmt: skip
 
 

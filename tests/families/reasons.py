@@ -6,5 +6,6 @@ _NO_WINDOW = "mlx-lm's module for it has no sliding window"
 
 # (case, column) -> what the table says.
 REASONS: dict[tuple[str, str], str] = {
+    ("deepseek_v2-lite", "mlx_lm"): "mlx-lm's module for it needs a rope_scaling",
     ("mistral-window", "mlx_lm"): _NO_WINDOW,
 }

@@ -1,0 +1,24 @@
+"""Features of families with latent attention or DeepSeek's experts, see `features`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_FEW_PLANES = "rope_scaling.beta_fast"  # of so few planes, only much slower turns reach another
+
+EXTRA: dict[str, dict[str, dict[str, Any]]] = {
+    "deepseek_v2": {"groups": {"topk_method": "greedy"}},
+    "deepseek_v2-lite": {"groups": {"topk_method": "group_limited_greedy", "n_group": 2}},
+    "deepseek_v3": {
+        "no yarn": {"rope_scaling": None},
+        _FEW_PLANES: {_FEW_PLANES: 1},
+        "halves": {"rope_interleave": False},
+    },
+}
+
+# Losses of training, how experts are spread over machines, layers that guess ahead.
+IDLE: dict[str, set[str]] = {
+    "deepseek_v2": {"aux_loss_alpha", "ep_size", "seq_aux", _FEW_PLANES},
+    "deepseek_v2-lite": {"n_group", "topk_group"},  # chosen from all experts alike
+    "deepseek_v3": {"ep_size", "num_nextn_predict_layers", _FEW_PLANES},
+}
