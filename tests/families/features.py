@@ -15,7 +15,7 @@ from typing import Any
 from funcrt.errors import FuncrtError
 from funcrt.model import Model
 from funcrt.params import Params
-from tests.families import deepseek_features
+from tests.families import deepseek_features, llama_features
 from tests.families.cases import Case
 from tests.families.results import BLINDNESS, Result, worst
 from tests.helpers import relative_error, run_in_pieces, to_numpy
@@ -29,6 +29,7 @@ EXTRA: dict[str, dict[str, Change]] = {
     "mistral": {"with a window": {"sliding_window": 128}},
     "mistral-window": {"without a window": {"sliding_window": None}},
     **deepseek_features.EXTRA,
+    **llama_features.EXTRA,
 }
 
 # Case, or model_type, or "*" for all -> keys that change nothing there, and why.
@@ -41,6 +42,7 @@ IDLE: dict[str, set[str]] = {
         "use_cache",
     },
     **deepseek_features.IDLE,
+    **llama_features.IDLE,
 }  # fmt: skip
 
 

@@ -8,4 +8,8 @@ _NO_WINDOW = "mlx-lm's module for it has no sliding window"
 REASONS: dict[tuple[str, str], str] = {
     ("deepseek_v2-lite", "mlx_lm"): "mlx-lm's module for it needs a rope_scaling",
     ("mistral-window", "mlx_lm"): _NO_WINDOW,
+    ("phi3", "mlx_lm"): _NO_WINDOW,
+    ("phi3-longrope-short", "mlx_lm"): "mlx-lm's module takes the long factors for every text",
+    ("qwen2-window", "mlx_lm"): _NO_WINDOW,
+    ("starcoder2", "mlx_lm"): f"{_NO_WINDOW}, and another gelu",
 }
