@@ -15,7 +15,7 @@ from typing import Any
 from funcrt.errors import FuncrtError
 from funcrt.model import Model
 from funcrt.params import Params
-from tests.families import deepseek_features, llama_features
+from tests.families import deepseek_features, gemma_features, llama_features
 from tests.families.cases import Case
 from tests.families.results import BLINDNESS, Result, worst
 from tests.helpers import relative_error, run_in_pieces, to_numpy
@@ -30,6 +30,7 @@ EXTRA: dict[str, dict[str, Change]] = {
     "mistral-window": {"without a window": {"sliding_window": None}},
     **deepseek_features.EXTRA,
     **llama_features.EXTRA,
+    **gemma_features.EXTRA,
 }
 
 # Case, or model_type, or "*" for all -> keys that change nothing there, and why.
@@ -43,6 +44,7 @@ IDLE: dict[str, set[str]] = {
     },
     **deepseek_features.IDLE,
     **llama_features.IDLE,
+    **gemma_features.IDLE,
 }  # fmt: skip
 
 
