@@ -16,7 +16,7 @@ class PatternConfig(MixedConfig):
 
     Class attributes of a family:
         PATTERN: where config.json says neither.
-        PATTERN_KEYS: where it may say the pattern.
+        PATTERN_KEYS: where it may say the pattern; the first of them counts, others repeat it.
     """
 
     PATTERN: ClassVar[int] = 2
@@ -41,9 +41,10 @@ class PatternConfig(MixedConfig):
     @classmethod
     def slides(cls, hf: Mapping[str, Any], layer: int) -> bool:
         """See `MixedConfig`."""
-        said = [(key, hf[key]) for key in cls.PATTERN_KEYS if hf.get(key) is not None]
-        key, pattern = said[0] if said else ("pattern", cls.PATTERN)
-        return repeat(key, pattern, layer + 1)[layer] == SLIDING
+        for key in cls.PATTERN_KEYS[:1]:
+            if hf.get(key) is not None:
+                return repeat(key, hf[key], layer + 1)[layer] == SLIDING
+        return repeat("", cls.PATTERN, layer + 1)[layer] == SLIDING
 
     @property
     def period(self) -> int | None:

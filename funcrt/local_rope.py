@@ -51,8 +51,8 @@ class LocalRopeConfig(PatternConfig):
 
     @classmethod
     def local_theta(cls, hf: Mapping[str, Any]) -> Any:
-        """The base of `local_rope` where `rope_parameters` does not have it; or None."""
-        return hf.get("rope_theta")
+        """The older spelling of the base of `local_rope`; or None."""
+        raise NotImplementedError
 
     def ropes_by_type(self) -> dict[str, dict[str, Any]]:
         """Both ropes as `rope_parameters` has them."""

@@ -22,6 +22,9 @@ import mlx.core as mx
 class CohereConfig(ModelConfig):
     """What Command R and R7B share."""
 
+    DEFAULTS: ClassVar[dict[str, Any]] = {
+        "layer_norm_eps": 1e-5, "max_position_embeddings": 8192, "eos_token_id": 255001,
+    }  # fmt: skip
     FIXED: ClassVar[dict[str, tuple[Any, ...]]] = {
         "layer_norm_bias": (None, False),
         "mlp_bias": (None, False),
@@ -31,9 +34,10 @@ class CohereConfig(ModelConfig):
         "use_gated_activation": (None, True),
         "use_parallel_block": (None, True),
     }
+    HARMLESS: ClassVar[frozenset[str]] = frozenset({"model_max_length", "use_parallel_embedding"})
     INTERLEAVED: ClassVar[bool] = True
 
-    norm_eps: float = setting("layer_norm_eps", 1e-5)
+    norm_eps: float = setting("layer_norm_eps")
     tie_word_embeddings: bool = setting("tie_word_embeddings", True)
     logit_scale: float = setting("logit_scale", 0.0625)
 
@@ -42,7 +46,6 @@ class CohereConfig(ModelConfig):
 class Config(CohereConfig):
     """A Command R."""
 
-    DEFAULTS: ClassVar[dict[str, Any]] = {"max_position_embeddings": 8192}
     ROPE_DEFAULTS: ClassVar[dict[str, Any]] = {"rope_theta": 500000.0}
 
     qk_norm: bool = setting("use_qk_norm", False)

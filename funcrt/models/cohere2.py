@@ -17,14 +17,16 @@ from funcrt.models import cohere, llama
 class Config(cohere.CohereConfig, PatternConfig):
     """A Command R7B or Command A."""
 
-    DEFAULTS: ClassVar[dict[str, Any]] = {"max_position_embeddings": 8192, "sliding_window": 4096}
+    DEFAULTS: ClassVar[dict[str, Any]] = {
+        **cohere.CohereConfig.DEFAULTS, "sliding_window": 4096,
+    }  # fmt: skip
     FIXED: ClassVar[dict[str, tuple[Any, ...]]] = {
         **cohere.CohereConfig.FIXED,
         "order_of_interleaved_layers": (None, "local_attn_first"),
         "use_qk_norm": (None, False),
     }
     HARMLESS: ClassVar[frozenset[str]] = frozenset(
-        {"cache_implementation", "use_parallel_embedding"}
+        {*cohere.CohereConfig.HARMLESS, "cache_implementation"}
     )
     PATTERN: ClassVar[int] = 4
     PATTERN_KEYS: ClassVar[tuple[str, ...]] = ("sliding_window_pattern", "layer_switch")

@@ -20,7 +20,7 @@ class Config(PatternConfig):
     """An EXAONE 4.0. Without a window (null) every layer sees everything, and turns."""
 
     DEFAULTS: ClassVar[dict[str, Any]] = {
-        "num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096,
+        "num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096, "eos_token_id": 2,
     }  # fmt: skip
     FIXED: ClassVar[dict[str, tuple[Any, ...]]] = {
         "attention_bias": (None, False),

@@ -19,6 +19,7 @@ class Config(ModelConfig):
 
     DEFAULTS: ClassVar[dict[str, Any]] = {
         "num_key_value_heads": 16, "head_dim": 256, "max_position_embeddings": 8192,
+        "eos_token_id": 1,
     }  # fmt: skip
     FIXED: ClassVar[dict[str, tuple[Any, ...]]] = {
         "hidden_activation": (None, TANH),

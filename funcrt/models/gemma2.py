@@ -27,7 +27,7 @@ class Config(PatternConfig):
 
     DEFAULTS: ClassVar[dict[str, Any]] = {
         "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 8192,
-        "sliding_window": 4096,
+        "sliding_window": 4096, "eos_token_id": 1,
     }  # fmt: skip
     FIXED: ClassVar[dict[str, tuple[Any, ...]]] = {
         "hidden_act": (None, gemma.TANH),

@@ -19,7 +19,7 @@ class Config(ModelConfig):
 
     DEFAULTS: ClassVar[dict[str, Any]] = {
         "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131072,
-        "rms_norm_eps": 1.5625e-07,
+        "rms_norm_eps": 1.5625e-07, "eos_token_id": [151329, 151336, 151338],
     }  # fmt: skip
     FIXED: ClassVar[dict[str, tuple[Any, ...]]] = {"mlp_bias": (None, False)}
     PARTIAL_ROTARY: ClassVar[bool] = True

@@ -17,7 +17,7 @@ import mlx.core as mx
 class Config(ModelConfig):
     """An OLMo 2."""
 
-    DEFAULTS: ClassVar[dict[str, Any]] = {"rms_norm_eps": 1e-5}
+    DEFAULTS: ClassVar[dict[str, Any]] = {"rms_norm_eps": 1e-5, "eos_token_id": 50279}
     FIXED: ClassVar[dict[str, tuple[Any, ...]]] = {"mlp_bias": (None, False)}
 
 

@@ -5,9 +5,11 @@ Only the layers without one turn slower for longer contexts.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from funcrt.errors import ConfigError
 from funcrt.layers import Network, Part
 from funcrt.local_rope import LocalRopeConfig
 from funcrt.models import llama, olmo2
@@ -15,17 +17,28 @@ from funcrt.models import llama, olmo2
 
 @dataclass(frozen=True, kw_only=True)
 class Config(LocalRopeConfig):
-    """An OLMo 3. An older `rope_theta` is that of all layers, as in training."""
+    """An OLMo 3."""
 
-    DEFAULTS: ClassVar[dict[str, Any]] = {"rms_norm_eps": 1e-5, "sliding_window": 4096}
+    DEFAULTS: ClassVar[dict[str, Any]] = {**olmo2.Config.DEFAULTS, "sliding_window": 4096}
     FIXED: ClassVar[dict[str, tuple[Any, ...]]] = olmo2.Config.FIXED
     ROPE_DEFAULTS: ClassVar[dict[str, Any]] = {"rope_theta": 500000.0}
     PATTERN: ClassVar[int] = 4
 
+    @classmethod
+    def local_theta(cls, hf: Mapping[str, Any]) -> Any:
+        """See `LocalRopeConfig`."""
+        theta, default = hf.get("rope_theta"), cls.ROPE_DEFAULTS["rope_theta"]
+        if theta not in (None, default) and hf.get("rope_parameters") is None:
+            # Older versions of transformers take it for all layers, newer ones for some.
+            raise ConfigError(
+                f"config rope_theta={theta!r}: expected {default!r}, or rope_parameters that give "
+                "the base of each layer type"
+            )
+        return None
+
     def to_hf(self) -> dict[str, Any]:
         """See `ModelConfig`. With two bases, mlx-lm cannot read it, and says so."""
         hf = super().to_hf()
-        # transformers takes the older spelling of the base for layers without a window only.
         hf["rope_parameters"] = self.ropes_by_type()
         if self.rope.theta != self.local_rope.theta:
             del hf["rope_theta"]
