@@ -90,7 +90,8 @@ class Table:
         if check:
             differing = [name for name, row in rows.items() if old.get(name) != row]
             for name in differing:
-                print(f"{name}: is\n  {rows[name]}, committed is\n  {old.get(name)}")
+                changed = {k: v for k, v in rows[name].items() if old.get(name, {}).get(k) != v}
+                print(f"{name}: {changed}" if name in old else f"{name}: no committed row")
             print(f"{len(differing)} rows differ: {', '.join(differing)}")
             return int(bool(differing))
         kept = {} if prune else {name: row for name, row in old.items() if name not in rows}

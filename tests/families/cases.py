@@ -96,20 +96,27 @@ class Case:
         return [int(token) for token in rng.integers(1, self.model.vocab_size, count)]
 
     @cached_property
+    def prompt(self) -> list[int]:
+        """Ids of the golden prompt."""
+        return [int(token) for token in np.array(self.golden.tokens)[0]]
+
+    @cached_property
     def whole(self) -> mx.array:
         """Logits `[T, V]` of the golden prompt in one call, uncached."""
-        return self._run([self.golden.tokens.shape[1]], FULL)
+        return run_plain(self.model, self.prompt)
 
     def in_pieces(self) -> list[mx.array]:
         """The same in several calls (the golden file's, or `PIECES`), for each layout."""
         chunks = self.golden.chunks
         sizes = PIECES if chunks is None else [int(size) for size in np.array(chunks)]
-        return [self._run(sizes, layout) for layout in self.layouts(max(sizes))]
-
-    def _run(self, sizes: Sequence[int], layout: CacheLayout) -> mx.array:
-        count = self.golden.tokens.shape[1]
-        state = self.model.init_cache(1, count + 1, max_tokens=layout.max_tokens)
-        return run_in_pieces(self.model, self.golden.tokens, sizes, state)
+        capacity = len(self.prompt) + 1
+        return [
+            run_in_pieces(
+                self.model, self.golden.tokens, sizes,
+                self.model.init_cache(1, capacity, max_tokens=layout.max_tokens),
+            )
+            for layout in self.layouts(max(sizes))
+        ]  # fmt: skip
 
 
 def run_plain(model: Model, tokens: Sequence[int], params: Any = None) -> mx.array:

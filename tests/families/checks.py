@@ -32,8 +32,9 @@ BITS, GROUP = 4, GROUP_SIZES[0]
 
 
 def golden(case: Case) -> Result:
-    """The whole prompt, and in pieces through every layout of the cache, against transformers."""
-    results = [_against_golden(case, case.whole, chunked=False)]
+    """The prompt against transformers: whole, with prepared weights, and through every cache."""
+    prepared = run_plain(case.model, case.prompt, case.model.prepared)
+    results = [_against_golden(case, one, chunked=False) for one in (case.whole, prepared)]
     chunked = case.golden.chunks is not None
     results += [_against_golden(case, logits, chunked=chunked) for logits in case.in_pieces()]
     return worst(results)
@@ -188,11 +189,7 @@ def mlx_lm(case: Case) -> Result:
     """The golden prompt through mlx-lm's module on the same weights gives our logits."""
     assert importlib.util.find_spec("mlx_lm") is not None, "mlx-lm is not installed"
     theirs = converters.load(case.folder, dtype="float32", via="mlx_lm")
-    prompt = case.golden.tokens
-    logits = run_in_pieces(
-        theirs, prompt, [prompt.shape[1]], theirs.init_cache(1, prompt.shape[1] + 1)
-    )
-    return Result(relative_error(logits, case.whole), TOLERANCE)
+    return Result(relative_error(run_plain(theirs, case.prompt), case.whole), TOLERANCE)
 
 
 Check = Callable[[Case], Result]

@@ -15,10 +15,16 @@ from typing import Any
 from funcrt.errors import FuncrtError
 from funcrt.model import Model
 from funcrt.params import Params
-from tests.families import deepseek_features, gemma_features, llama_features
-from tests.families.cases import Case
+from tests.families import (
+    deepseek_features,
+    expert_features,
+    gemma_features,
+    gpt_features,
+    llama_features,
+)
+from tests.families.cases import Case, run_plain
 from tests.families.results import BLINDNESS, Result, worst
-from tests.helpers import relative_error, run_in_pieces, to_numpy
+from tests.helpers import relative_error, to_numpy
 
 import mlx.core as mx
 
@@ -29,6 +35,8 @@ EXTRA: dict[str, dict[str, Change]] = {
     "mistral": {"with a window": {"sliding_window": 128}},
     "mistral-window": {"without a window": {"sliding_window": None}},
     **deepseek_features.EXTRA,
+    **gpt_features.EXTRA,
+    **expert_features.EXTRA,
     **llama_features.EXTRA,
     **gemma_features.EXTRA,
 }
@@ -43,6 +51,8 @@ IDLE: dict[str, set[str]] = {
         "use_cache",
     },
     **deepseek_features.IDLE,
+    **gpt_features.IDLE,
+    **expert_features.IDLE,
     **llama_features.IDLE,
     **gemma_features.IDLE,
 }  # fmt: skip
@@ -56,7 +66,9 @@ def features(case: Case) -> Result:
     for name, changes in _changes(case):
         moved = max(_moved_by(case, change) for change in changes)
         results.append(Result(moved, BLINDNESS, name, at_least=True))
-    return worst(results)
+    found = worst(results)
+    names = ", ".join(result.note for result in results if not result.passed)
+    return found if found.passed else found._replace(note=names)
 
 
 def _moved_by(case: Case, change: Change) -> float:
@@ -68,11 +80,7 @@ def _moved_by(case: Case, change: Change) -> float:
 
 
 def _moved(case: Case, model: Model, params: Params) -> float:
-    count = case.golden.tokens.shape[1]
-    model = Model(model.config, params, family=model.family)
-    state = model.init_cache(1, count + 1)
-    logits = run_in_pieces(model, case.golden.tokens, [count], state)
-    return relative_error(logits, case.whole)
+    return relative_error(run_plain(model, case.prompt, params), case.whole)
 
 
 def _tensors(params: Params) -> Iterator[tuple[str, Params]]:
