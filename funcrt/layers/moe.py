@@ -53,7 +53,8 @@ class Experts(Part):
             inner = self.activate(expert_linear(stacks, self.gate_up, rows, pick))
             return expert_linear(stacks, self.down, inner, pick)
 
-        return dispatch(x, chosen=route[0], weights=route[1], experts=experts)
+        chosen, weights = route
+        return dispatch(x, chosen=chosen, weights=weights, experts=experts)
 
     def activate(self, gate_up: mx.array) -> mx.array:
         """`[..., 2 F]` -> `[..., F]`."""

@@ -13,7 +13,8 @@ NONSENSE = "spiral"
 _ROPE = ("rope_parameters", "rope_scaling")
 # Strings that are no choices.
 _NO_CHOICE = {
-    "model_type", "torch_dtype", "dtype", "transformers_version", "cache_implementation",
+    "model_type", "torch_dtype", "dtype", "transformers_version",
+    "cache_implementation", "summary_type",
 }  # fmt: skip
 
 
