@@ -9,7 +9,7 @@ from typing import Any
 from funcrt.config import ModelConfig
 from funcrt.errors import ParamsError
 from funcrt.model import Model
-from funcrt.models import read_config
+from funcrt.models import FAMILIES, read_config
 from funcrt.params import Params, cast, choose_dtype, dtype_name
 from funcrt.text import Tokenizer
 
@@ -17,6 +17,8 @@ import mlx.core as mx
 
 # Buffers that old transformers versions saved; every reader computes them from the config.
 _BUFFERS = (".rotary_emb.inv_freq",)
+_PREFIX = "transformer."  # of all names but the head's, in files of a GPT-2 saved with its head
+_HEADS = ("lm_head", "embed_out")
 
 
 @dataclass(frozen=True)
@@ -49,15 +51,23 @@ def make_model(
     config = read_config(checkpoint.config, choose_dtype(params, dtype), ignore)
     if config.num_layers > len(params):  # before anything is built for each layer that it claims
         raise ParamsError(f"config has {config.num_layers} layers, but only {len(params)} tensors")
-    model = Model(config, drop_extras(config, params), checkpoint.tokenizer)
+    params = drop_extras(config, published_names(config, params))
+    model = Model(config, params, checkpoint.tokenizer)
     mx.eval(model.params)  # reading is lazy: a file replaced later must not change the model
     return model
+
+
+def published_names(config: ModelConfig, params: Params) -> Params:
+    """Tensors under the names of the family, which are those of its first files."""
+    if any(name.startswith(_PREFIX) for name in FAMILIES[config.model_type].param_spec(config)):
+        return params
+    return {name.removeprefix(_PREFIX): array for name, array in params.items()}
 
 
 def drop_extras(config: ModelConfig, params: Params) -> Params:
     """Leave out tensors that change nothing, or repeat what config or other tensors say.
 
-    Raises ParamsError if a tied `lm_head` differs from the embedding that it should repeat.
+    Raises ParamsError if a tied last projection differs from the embedding that it should repeat.
     """
     unused = config.unused_tensors()
     kept = {
@@ -67,15 +77,14 @@ def drop_extras(config: ModelConfig, params: Params) -> Params:
     }
     if not config.tie_word_embeddings:
         return kept
-    for part in ("weight", "scales", "biases"):
-        head = kept.pop(f"lm_head.{part}", None)
-        if head is None:
-            continue
-        embedding = kept.get(f"model.embed_tokens.{part}")
-        if embedding is None or not mx.array_equal(head, embedding).item():
+    embedding = FAMILIES[config.model_type].network(config).tied_to
+    for name in [f"{head}.{part}" for head in _HEADS for part in ("weight", "scales", "biases")]:
+        array = kept.pop(name, None)
+        other = f"{embedding}.{name.rpartition('.')[2]}"
+        if array is not None and (other not in kept or not mx.array_equal(array, kept[other])):
             raise ParamsError(
-                f"lm_head.{part} differs from model.embed_tokens.{part}, but the config ties them; "
+                f"{name} differs from {other}, but the config ties them; "
                 "set tie_word_embeddings to false in config.json to use it, "
-                f"or name lm_head.{part} in `ignore`"
+                f"or name {name} in `ignore`"
             )
     return kept
