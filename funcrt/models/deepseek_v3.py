@@ -23,8 +23,11 @@ class CorrectedConfig(ExpertsConfig):
     """What models share that choose experts as DeepSeek-V3 does.
 
     Layers that guess further tokens ahead (§2.2) are left out: they change no logits.
+
+    AHEAD: their numbers in published files, which transformers leaves out of shorter models too.
     """
 
+    AHEAD: ClassVar[tuple[int, ...]] = (61,)
     GROUP_BEST: ClassVar[int] = 2
     FIXED: ClassVar[dict[str, tuple[object, ...]]] = {
         **ModelConfig.FIXED, "scoring_func": (None, "sigmoid"), "topk_method": (None, "noaux_tc"),
@@ -40,8 +43,9 @@ class CorrectedConfig(ExpertsConfig):
         return super().fill(hf)
 
     def unused_tensors(self) -> tuple[str, ...]:
-        ahead = range(self.num_layers, self.num_layers + self.num_ahead)
-        return tuple(f"model.layers.{i}." for i in ahead)
+        last = self.num_layers
+        ahead = (*self.AHEAD, *range(last, last + self.num_ahead))
+        return tuple(f"model.layers.{i}." for i in ahead if i >= last)
 
 
 @dataclass(frozen=True, kw_only=True)
