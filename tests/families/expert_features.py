@@ -10,6 +10,8 @@ _TRAINING = {"output_router_logits", "router_aux_loss_coef"}
 # There is no window that these could switch on.
 _QWEN = {*_TRAINING, "max_window_layers", "use_sliding_window"}
 
+_FAST = "rope_scaling.beta_fast"  # of so few planes, only slower turns reach another
+
 EXTRA: dict[str, dict[str, dict[str, Any]]] = {
     "mixtral": _ONE,
     "mixtral-window": {"without a window": {"sliding_window": None}},
@@ -17,6 +19,7 @@ EXTRA: dict[str, dict[str, dict[str, Any]]] = {
     "qwen3_moe": {**_ONE, **_WINDOW},
     "gpt_oss": {
         **_ONE,
+        _FAST: {_FAST: 4.0},
         "without yarn": {"rope_scaling": {"rope_type": "default"}},
         "windows in other layers": {"layer_types": ["full_attention", "sliding_attention"]},
         "windows nowhere": {"layer_types": ["full_attention", "full_attention"]},
@@ -29,5 +32,5 @@ IDLE: dict[str, set[str]] = {
     "qwen2_moe": _QWEN,
     "qwen3_moe": _QWEN,
     # Two of them are repeated by other keys.
-    "gpt_oss": {*_TRAINING, "experts_per_token", "initial_context_length"},
+    "gpt_oss": {*_TRAINING, "experts_per_token", "initial_context_length", _FAST},
 }

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 _NO_WINDOW = "mlx-lm's module for it has no sliding window"
+_FOUR_TIMES = "mlx-lm's module for it has MLPs of four times its width only"
 
 # (case, column) -> what the table says.
 REASONS: dict[tuple[str, str], str] = {
     ("deepseek_v2-lite", "mlx_lm"): "mlx-lm's module for it needs a rope_scaling",
+    ("gpt_neox", "mlx_lm"): _FOUR_TIMES,
+    ("gpt_neox-in-turn", "mlx_lm"): _FOUR_TIMES,
+    ("gpt_oss", "mlx_lm"): "mlx-lm's module takes dense experts apart along the wrong axis",
     ("mistral-window", "mlx_lm"): _NO_WINDOW,
+    ("mixtral-window", "mlx_lm"): _NO_WINDOW,
     ("phi3", "mlx_lm"): _NO_WINDOW,
     ("phi3-longrope-short", "mlx_lm"): "mlx-lm's module takes the long factors for every text",
     ("qwen2-window", "mlx_lm"): _NO_WINDOW,
+    ("qwen2_moe", "mlx_lm"): "mlx-lm's module for it has experts in every layer",
     ("starcoder2", "mlx_lm"): f"{_NO_WINDOW}, and another gelu",
 }
