@@ -81,6 +81,22 @@ class Attention(Part):
         return self.window is not None
 
 
+@dataclass(frozen=True, kw_only=True)
+class GatedAttention(Attention):
+    """Attention whose output is gated (arXiv:2505.06708); `qkv` gives 2 D for each query head.
+
+    Those are its query, then its gate.
+    """
+
+    def __call__(self, run: Run, x: mx.array) -> mx.array:
+        heads, kv, width = self.heads, self.kv_heads, self.head_dim
+        gated, kept = mx.split(self.qkv(run, x), [2 * heads * width], axis=-1)
+        q, gate = mx.split(gated.reshape(*x.shape[:2], heads, 2 * width), 2, axis=-1)
+        kept = kept.reshape(*x.shape[:2], 2 * kv, width).swapaxes(1, 2)
+        out = self.look(run, q.swapaxes(1, 2), kept[:, :kv], kept[:, kv:])
+        return self.out(run, out * mx.sigmoid(gate.reshape(out.shape)))
+
+
 def split_qkv(
     name: str, *, width: int, heads: int, kv_heads: int, head_dim: int, bias: bool = False
 ) -> Stacked:

@@ -6,26 +6,15 @@ Queries and keys are normed by head before they turn.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from funcrt.config import ModelConfig, setting
 from funcrt.errors import ConfigError
 from funcrt.layer_types import FULL, LayeredConfig
-from funcrt.layers import (
-    Attention,
-    Embedding,
-    GatedMLP,
-    Linear,
-    Network,
-    Part,
-    PreNorm,
-    RMSNorm,
-    Run,
-    Stacked,
-)
-from funcrt.layers.attention import split_qkv
+from funcrt.layers import Attention, GatedMLP, Linear, Network, Part, PreNorm, RMSNorm, Run, Stacked
 from funcrt.layers.conv import ShortConv
+from funcrt.models import llama
 
 import mlx.core as mx
 
@@ -108,12 +97,9 @@ class Config(LayeredConfig):
 
 def network(config: Config) -> Network:
     """The layers of one config."""
-    e, v = config.hidden_size, config.vocab_size
-    return Network(
-        embed=Embedding("model.embed_tokens", v, e),
-        layers=tuple(layer(config, i) for i in range(config.num_layers)),
-        norm=RMSNorm("model.embedding_norm", e, config.norm_eps),
-        head=None if config.tie_word_embeddings else Linear("lm_head", e, v),
+    return replace(
+        llama.stack(config, lambda i: layer(config, i)),
+        norm=RMSNorm("model.embedding_norm", config.hidden_size, config.norm_eps),
     )
 
 
@@ -136,19 +122,12 @@ def layer(config: Config, i: int) -> PreNorm:
 
 def attention(config: Config, i: int) -> Attention:
     """Attention of one layer."""
-    name, e, d = f"model.layers.{i}.self_attn", config.hidden_size, config.head_dim
-    h, k = config.num_heads, config.num_kv_heads
-    return Attention(
-        layer=i,
-        heads=h,
-        kv_heads=k,
-        head_dim=d,
-        qkv=split_qkv(name, width=e, heads=h, kv_heads=k, head_dim=d),
-        out=Linear(f"{name}.out_proj", h * d, e),
-        scale=d**-0.5,
-        rope=config.rope,
-        q_norm=RMSNorm(f"{name}.q_layernorm", d, config.norm_eps),
-        k_norm=RMSNorm(f"{name}.k_layernorm", d, config.norm_eps),
+    name, d, eps = f"model.layers.{i}.self_attn", config.head_dim, config.norm_eps
+    return replace(
+        llama.attention(config, i),
+        out=Linear(f"{name}.out_proj", config.num_heads * d, config.hidden_size),
+        q_norm=RMSNorm(f"{name}.q_layernorm", d, eps),
+        k_norm=RMSNorm(f"{name}.k_layernorm", d, eps),
     )
 
 
