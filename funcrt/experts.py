@@ -60,7 +60,9 @@ def dispatch(
     else:
         flat = picked.reshape(-1)
         order = mx.argsort(flat)
-        out = experts(rows[order // count][:, None], Pick(flat[order], ordered=True))
+        # The axis comes before the rows are taken: of rows with a new axis, MLX's ordered product
+        # on CUDA reads the wrong ones.
+        out = experts(rows[:, None][order // count], Pick(flat[order], ordered=True))
         out = out[mx.argsort(order)]  # [N k,1,E]
     out = out.reshape(*chosen.shape, -1).astype(mx.float32)
     return mx.sum(out * weights[..., None].astype(mx.float32), axis=-2).astype(x.dtype)
