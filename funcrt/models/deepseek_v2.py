@@ -7,7 +7,7 @@ in the first layers it goes through a plain MLP instead.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -96,14 +96,14 @@ class ExpertsConfig(ModelConfig):
 class Config(LatentConfig, ExpertsConfig):
     """A DeepSeek-V2."""
 
-    DEFAULTS: ClassVar[dict[str, object]] = {
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {
         "first_k_dense_replace": 0, "kv_lora_rank": 512, "moe_intermediate_size": 1407,
         "n_routed_experts": 64, "n_shared_experts": 2, "q_lora_rank": 1536,
         "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "routed_scaling_factor": 1.0,
         "v_head_dim": 128,
     }  # fmt: skip
     # Published code and transformers differ in what it does where norm_topk_prob is true.
-    FIXED: ClassVar[dict[str, tuple[object, ...]]] = {
+    FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **ModelConfig.FIXED, "norm_topk_prob": (None, False), "scoring_func": (None, "softmax"),
     }  # fmt: skip
     HARMLESS: ClassVar[frozenset[str]] = LatentConfig.HARMLESS | ExpertsConfig.HARMLESS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -29,7 +29,7 @@ class CorrectedConfig(ExpertsConfig):
 
     AHEAD: ClassVar[tuple[int, ...]] = (61,)
     GROUP_BEST: ClassVar[int] = 2
-    FIXED: ClassVar[dict[str, tuple[object, ...]]] = {
+    FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **ModelConfig.FIXED, "scoring_func": (None, "sigmoid"), "topk_method": (None, "noaux_tc"),
     }  # fmt: skip
 
@@ -52,14 +52,14 @@ class CorrectedConfig(ExpertsConfig):
 class Config(LatentConfig, CorrectedConfig):
     """A DeepSeek-V3."""
 
-    DEFAULTS: ClassVar[dict[str, object]] = {
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {
         "first_k_dense_replace": 3, "kv_lora_rank": 512, "max_position_embeddings": 4096,
         "moe_intermediate_size": 2048, "n_group": 8, "n_routed_experts": 256,
         "n_shared_experts": 1, "num_experts_per_tok": 8, "num_key_value_heads": 128,
         "num_nextn_predict_layers": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
         "qk_rope_head_dim": 64, "routed_scaling_factor": 2.5, "topk_group": 4, "v_head_dim": 128,
     }  # fmt: skip
-    FIXED: ClassVar[dict[str, tuple[object, ...]]] = {
+    FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **CorrectedConfig.FIXED, "mlp_bias": (None, False),
     }  # fmt: skip
     HARMLESS: ClassVar[frozenset[str]] = LatentConfig.HARMLESS | CorrectedConfig.HARMLESS

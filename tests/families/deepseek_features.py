@@ -21,4 +21,5 @@ IDLE: dict[str, set[str]] = {
     "deepseek_v2": {"aux_loss_alpha", "ep_size", "seq_aux", _FEW_PLANES},
     "deepseek_v2-lite": {"n_group", "topk_group"},  # chosen from all experts alike
     "deepseek_v3": {"ep_size", "num_nextn_predict_layers", _FEW_PLANES},
+    "glm4_moe": {"num_nextn_predict_layers"},
 }
