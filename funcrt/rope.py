@@ -129,6 +129,8 @@ class RopeConfig:
                 f"head_dim must be even for rotary embedding, got {width}"
                 + (f", of which {dims} turn" if self.partial != 1.0 else "")
             )
+        if self.kind == "dynamic" and dims < 4:
+            raise ConfigError(f"rope type 'dynamic' needs a head_dim of at least 4, got {dims}")
         for key in ("short_factor", "long_factor"):
             count = len(getattr(self, key))
             if self.kind == "longrope" and count != dims // 2:

@@ -16,54 +16,65 @@ class Rotary(NamedTuple):
     Attributes:
         positions: int32 `[B]` (position of the first packed token) or `[B, T]`.
         periods: float32 `[R/2]`, positions per radian of each plane, shared by all rows; or None.
-        angles: float32 `[B, 1, T, R/2]` where frequencies differ by row; or None.
+        waves: cos and sin, float32 `[B, 1, T, R/2]`, where frequencies differ by row; or None.
         dims: R, how much of each head's width turns.
         interleaved: whether neighbours form the planes, not the two halves.
-        factor: what cos and sin are multiplied by.
+        factor: what is multiplied before it turns.
+        past: bool `[B, 1, 1, 1]`, rows that turn by `long_periods`; or None.
+        long_periods: like `periods`.
     """
 
     positions: mx.array
     periods: mx.array | None
-    angles: mx.array | None
+    waves: tuple[mx.array, mx.array] | None
     dims: int
     interleaved: bool = False
     factor: float = 1.0
+    past: mx.array | None = None
+    long_periods: mx.array | None = None
 
     def __call__(self, x: mx.array) -> mx.array:
         """Turn the first R of the last axis of `x [B, N, T, D]`."""
-        part = x if self.factor == 1.0 else x * self.factor
-        if self.dims == x.shape[-1]:
-            return self._turn(part)
-        if self.factor == 1.0 and self.periods is not None:
-            return self._turn(x)  # leaves the rest as it is
-        turned = self._turn(part[..., : self.dims])
-        return mx.concatenate([turned, x[..., self.dims :]], axis=-1)
-
-    def _turn(self, x: mx.array) -> mx.array:
+        x = x if self.factor == 1.0 else self._scaled(x)
         if self.periods is None:
-            return self._turn_by_angles(x)
+            return self._turn_by_waves(x)
+        turned = self._turn(x, self.periods)
+        if self.past is None or self.long_periods is None:
+            return turned
+        return mx.where(self.past, self._turn(x, self.long_periods), turned)
+
+    def _scaled(self, x: mx.array) -> mx.array:
+        rest = x.shape[-1] - self.dims
+        if not rest:
+            return x * self.factor
+        return x * mx.array([self.factor] * self.dims + [1.0] * rest, dtype=x.dtype)
+
+    def _turn(self, x: mx.array, periods: mx.array) -> mx.array:
         if self.positions.ndim == 1:
-            return self._turn_by_periods(x, self.positions)
+            return self._turn_by_periods(x, periods, self.positions)
         batch, heads, tokens, width = x.shape
         folded = x.swapaxes(1, 2).reshape(batch * tokens, heads, 1, width)
-        folded = self._turn_by_periods(folded, self.positions.reshape(-1))
+        folded = self._turn_by_periods(folded, periods, self.positions.reshape(-1))
         return folded.reshape(batch, tokens, heads, width).swapaxes(1, 2)
 
-    def _turn_by_periods(self, x: mx.array, offset: mx.array) -> mx.array:
+    def _turn_by_periods(self, x: mx.array, periods: mx.array, offset: mx.array) -> mx.array:
         return mx.fast.rope(
             x, self.dims, traditional=self.interleaved, base=None, scale=1.0,
-            offset=offset, freqs=self.periods,
+            offset=offset, freqs=periods,
         )  # fmt: skip
 
-    def _turn_by_angles(self, x: mx.array) -> mx.array:
-        assert self.angles is not None
-        cos, sin = mx.cos(self.angles).astype(x.dtype), mx.sin(self.angles).astype(x.dtype)
+    def _turn_by_waves(self, x: mx.array) -> mx.array:
+        assert self.waves is not None
+        cos, sin = (wave.astype(x.dtype) for wave in self.waves)
+        part, rest = x[..., : self.dims], x[..., self.dims :]
         if self.interleaved:
-            low, high = x[..., ::2], x[..., 1::2]
+            low, high = part[..., ::2], part[..., 1::2]
             turned = mx.stack([low * cos - high * sin, high * cos + low * sin], axis=-1)
-            return turned.reshape(x.shape)
-        low, high = mx.split(x, 2, axis=-1)
-        return mx.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+            turned = turned.reshape(part.shape)
+        else:
+            low, high = mx.split(part, 2, axis=-1)
+            turned = mx.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+        return turned if not rest.shape[-1] else mx.concatenate([turned, rest], axis=-1)
 
 
 def make_rotary(
@@ -84,20 +95,28 @@ def make_rotary(
         tokens: T.
         positions: int32 `[B, T]`, or None where position = offset + index.
     """
-    dims, factor = rotary_dims(rope, width), attention_factor(rope)
-    if rope.kind in ("dynamic", "longrope"):
-        where = positions
-        if where is None:
-            where = offset[:, None] + mx.arange(tokens, dtype=mx.int32)
-        else:
-            total = mx.max(where, axis=1) + 1
-        choose = _dynamic_frequencies if rope.kind == "dynamic" else _longrope_frequencies
-        inverse = choose(rope, dims, total)  # [B,R/2]
-        angles = where.astype(mx.float32)[:, None, :, None] * inverse[:, None, None]
-        return Rotary(where, None, angles, dims, rope.interleaved, factor)
-    periods = mx.array([1.0 / f for f in frequencies(rope, dims)])
-    where = offset if positions is None else positions
-    return Rotary(where, periods, None, dims, rope.interleaved, factor)
+    dims = rotary_dims(rope, width)
+    where, longest = offset, total
+    if positions is not None:
+        where, longest = positions, mx.max(positions, axis=1) + 1
+    if rope.kind == "dynamic":
+        waves = _dynamic_waves(rope, dims, where, longest, tokens)
+        return Rotary(where, None, waves, dims, rope.interleaved)
+    rotary = Rotary(
+        where, _periods(frequencies(rope, dims)), None, dims, rope.interleaved,
+        attention_factor(rope),
+    )  # fmt: skip
+    if rope.kind != "longrope":
+        return rotary
+    past = longest > rope.original_max_positions
+    return rotary._replace(
+        past=past[:, None, None, None],
+        long_periods=_periods(_divided(rope, dims, rope.long_factor)),
+    )
+
+
+def _periods(frequencies: list[float]) -> mx.array:
+    return mx.array([1.0 / frequency for frequency in frequencies])
 
 
 def rotary_dims(rope: RopeConfig, width: int) -> int:
@@ -110,7 +129,8 @@ def frequencies(rope: RopeConfig, dims: int) -> list[float]:
 
     `linear` divides them all (arXiv:2306.15595); `llama3` divides the long waves and blends the
     middle ones (as released with Llama 3.1); `yarn` blends by turns over the original context
-    (arXiv:2309.00071 §3.2).
+    (arXiv:2309.00071 §3.2); `longrope` divides each by its own (arXiv:2402.13753), here those of
+    texts within the original context.
     """
     plain = [rope.theta ** (-2 * i / dims) for i in range(dims // 2)]
     if rope.kind == "linear":
@@ -120,7 +140,13 @@ def frequencies(rope: RopeConfig, dims: int) -> list[float]:
     if rope.kind == "yarn":
         keep = _yarn_ramp(rope, dims)
         return [f / rope.factor * (1 - k) + f * k for f, k in zip(plain, keep, strict=True)]
+    if rope.kind == "longrope":
+        return _divided(rope, dims, rope.short_factor)
     return plain
+
+
+def _divided(rope: RopeConfig, dims: int, divisors: tuple[float, ...]) -> list[float]:
+    return [rope.theta ** (-2 * i / dims) / divisors[i] for i in range(dims // 2)]
 
 
 def _llama3_frequency(rope: RopeConfig, frequency: float) -> float:
@@ -148,23 +174,22 @@ def _yarn_ramp(rope: RopeConfig, dims: int) -> list[float]:
     return [1 - min(max((i - low) / width, 0.0), 1.0) for i in range(dims // 2)]
 
 
-def _dynamic_frequencies(rope: RopeConfig, dims: int, total: mx.array) -> mx.array:
-    """`[B, R/2]`: the base grows with each row's length past the original context (NTK-aware)."""
+def _dynamic_waves(
+    rope: RopeConfig, dims: int, where: mx.array, total: mx.array, tokens: int
+) -> tuple[mx.array, mx.array]:
+    """Cos and sin, float32 `[B, 1, T, R/2]`.
+
+    The base grows with each row's length past the original context (NTK-aware).
+    """
     length = mx.maximum(total, rope.original_max_positions).astype(mx.float32)
     stretch = rope.factor * length / rope.original_max_positions - (rope.factor - 1)
     base = rope.theta * stretch ** (dims / (dims - 2))  # [B]
     exponent = mx.arange(0, dims, 2, dtype=mx.float32) / dims
-    return mx.exp(-mx.log(base)[:, None] * exponent)
-
-
-def _longrope_frequencies(rope: RopeConfig, dims: int, total: mx.array) -> mx.array:
-    """`[B, R/2]`: other divisors once a row is longer than the original context (2402.13753)."""
-    plain = [rope.theta ** (-2 * i / dims) for i in range(dims // 2)]
-    short, long = (
-        mx.array([f / divisor for f, divisor in zip(plain, divisors, strict=True)])
-        for divisors in (rope.short_factor, rope.long_factor)
-    )
-    return mx.where((total > rope.original_max_positions)[:, None], long, short)
+    inverse = mx.exp(-mx.log(base)[:, None] * exponent)  # [B,R/2]
+    if where.ndim == 1:
+        where = where[:, None] + mx.arange(tokens, dtype=mx.int32)
+    angles = where.astype(mx.float32)[:, None, :, None] * inverse[:, None, None]
+    return mx.cos(angles), mx.sin(angles)
 
 
 def attention_factor(rope: RopeConfig) -> float:
