@@ -8,11 +8,16 @@ _FOUR_TIMES = "mlx-lm's module for it has MLPs of four times its width only"
 # (case, column) -> what the table says.
 REASONS: dict[tuple[str, str], str] = {
     ("deepseek_v2-lite", "mlx_lm"): "mlx-lm's module for it needs a rope_scaling",
+    ("gemma", "mlx_lm"): "mlx-lm's module for it takes the exact gelu",
+    ("gemma2", "mlx_lm"): _NO_WINDOW,
+    ("gemma3_text", "mlx_lm"): "mlx-lm's module rounds the embedding's scale to bfloat16",
+    ("glm", "mlx_lm"): "mlx-lm's module for it turns whole heads",
     ("gpt_neox", "mlx_lm"): _FOUR_TIMES,
     ("gpt_neox-in-turn", "mlx_lm"): _FOUR_TIMES,
     ("gpt_oss", "mlx_lm"): "mlx-lm's module takes dense experts apart along the wrong axis",
     ("mistral-window", "mlx_lm"): _NO_WINDOW,
     ("mixtral-window", "mlx_lm"): _NO_WINDOW,
+    ("olmo3", "mlx_lm"): "mlx-lm's yarn has a factor of its own",
     ("phi3", "mlx_lm"): _NO_WINDOW,
     ("phi3-longrope-short", "mlx_lm"): "mlx-lm's module takes the long factors for every text",
     ("qwen2-window", "mlx_lm"): _NO_WINDOW,
