@@ -21,6 +21,7 @@ from tests.families import (
     gemma_features,
     gpt_features,
     llama_features,
+    recurrent_features,
 )
 from tests.families.cases import Case, run_plain
 from tests.families.results import BLINDNESS, Result, worst
@@ -39,6 +40,7 @@ EXTRA: dict[str, dict[str, Change]] = {
     **expert_features.EXTRA,
     **llama_features.EXTRA,
     **gemma_features.EXTRA,
+    **recurrent_features.EXTRA,
 }
 
 # Case, or model_type, or "*" for all -> keys that change nothing there, and why.
@@ -55,6 +57,7 @@ IDLE: dict[str, set[str]] = {
     **expert_features.IDLE,
     **llama_features.IDLE,
     **gemma_features.IDLE,
+    **recurrent_features.IDLE,
 }  # fmt: skip
 
 
