@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from funcrt.attention import Attend
 from funcrt.cache import (
@@ -116,3 +117,20 @@ class Part:
             for part in value if isinstance(value, tuple) else (value,):
                 if isinstance(part, Part):
                     yield from part.walk()
+
+
+PartT = TypeVar("PartT", bound=Part)
+
+
+def rename(part: PartT, old: str, new: str) -> PartT:
+    """The same part, with `new` for `old` in front of the names of tensors."""
+    changed: dict[str, Any] = {}
+    for field in dataclasses.fields(part):
+        value = getattr(part, field.name)
+        if isinstance(value, str) and value.startswith(old):
+            changed[field.name] = new + value.removeprefix(old)
+        elif isinstance(value, Part):
+            changed[field.name] = rename(value, old, new)
+        elif isinstance(value, tuple) and any(isinstance(item, Part) for item in value):
+            changed[field.name] = tuple(rename(item, old, new) for item in value)
+    return dataclasses.replace(part, **changed)
