@@ -217,6 +217,7 @@ class ModelConfig:
             "architectures": list(self.architectures) or [name],
             "model_type": self.model_type,
             "eos_token_id": list(self.eos_token_ids) or None,
+            "pad_token_id": None,  # transformers may fill in one past a smaller vocabulary
             **self.rope.to_hf(),
         }
 
