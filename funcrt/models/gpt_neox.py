@@ -55,9 +55,8 @@ class Config(ModelConfig):
 
     def to_hf(self) -> dict[str, Any]:
         hf = super().to_hf()
-        names = list(self.architectures) or ["GPTNeoXForCausalLM"]
-        hf = {**hf, "architectures": names, "rotary_pct": self.rope.partial}
-        return {**hf, "rotary_emb_base": hf.pop("rope_theta")}
+        own = {old: hf.pop(new, 1.0) for old, new in _ROPE_KEYS.items()}
+        return {**hf, **own, "architectures": list(self.architectures) or ["GPTNeoXForCausalLM"]}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _NO_WINDOW = "mlx-lm's module for it has no sliding window"
-_FOUR_TIMES = "mlx-lm's module for it has MLPs of four times its width only"
+_NEOX = "mlx-lm's module has MLPs of four times its width only, and another gelu"
 
 # (case, column) -> what the table says.
 REASONS: dict[tuple[str, str], str] = {
@@ -12,9 +12,10 @@ REASONS: dict[tuple[str, str], str] = {
     ("gemma2", "mlx_lm"): _NO_WINDOW,
     ("gemma3_text", "mlx_lm"): "mlx-lm's module rounds the embedding's scale to bfloat16",
     ("glm", "mlx_lm"): "mlx-lm's module for it turns whole heads",
-    ("gpt_neox", "mlx_lm"): _FOUR_TIMES,
-    ("gpt_neox-in-turn", "mlx_lm"): _FOUR_TIMES,
-    ("gpt_oss", "mlx_lm"): "mlx-lm's module takes dense experts apart along the wrong axis",
+    ("gpt_neox", "mlx_lm"): _NEOX,
+    ("gpt_neox-in-turn", "mlx_lm"): _NEOX,
+    ("gpt_oss", "mlx_lm"): "mlx-lm's module takes dense experts apart along the wrong axis, "
+    "and knows neither yarn that is not rounded nor other limits than 7",
     ("mistral-window", "mlx_lm"): _NO_WINDOW,
     ("mixtral-window", "mlx_lm"): _NO_WINDOW,
     ("olmo3", "mlx_lm"): "mlx-lm's yarn has a factor of its own",
