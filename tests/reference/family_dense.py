@@ -4,16 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
-from family_weights import EPS, NEW, OFFSET_NORM, THETA, Case, Normal, Uniform, make_config
+from family_weights import (
+    EPS,
+    NEW,
+    OFFSET_NORM,
+    THETA,
+    Case,
+    Changes,
+    Normal,
+    Rules,
+    Uniform,
+    make_config,
+)
 
 RMS: dict[str, Any] = {"rms_norm_eps": EPS}
-EPS_OFF = {"rms_norm_eps": {"rms_norm_eps": 1e-5}}
-WINDOW_OFF = {
+EPS_OFF: Changes = {"rms_norm_eps": {"rms_norm_eps": 1e-5}}
+WINDOW_OFF: Changes = {
     "no window": {"sliding_window": None},
     "window - 1": {"sliding_window": 23},
     "window + 1": {"sliding_window": 25},
 }
-MIXED_OFF = {key: WINDOW_OFF[key] for key in ("window - 1", "window + 1")}
+MIXED_OFF: Changes = {key: WINDOW_OFF[key] for key in ("window - 1", "window + 1")}
 
 MISTRAL = make_config(
     "mistral", "MistralForCausalLM", head_dim=16, max_position_embeddings=32768,
@@ -39,7 +50,7 @@ GEMMA: dict[str, Any] = {
     "head_dim": 16,
     **RMS,
 }
-GEMMA_RULES = {
+GEMMA_RULES: Rules = {
     r"\.[qk]_norm\.weight$": Uniform(0.0, 1.4),
     r"norm\.weight$": OFFSET_NORM,
     r"\.[qk]_proj\.weight$": Normal(2.2),
@@ -174,13 +185,6 @@ DENSE: dict[str, Case] = {
             "query scale": {"query_pre_attn_scalar": 16},
             "silu": {"hidden_activation": "silu"},
         },
-    ),
-    "olmo2": Case(
-        make_config(
-            "olmo2", "Olmo2ForCausalLM", attention_bias=False, pad_token_id=0, rope_scaling=None,
-            rope_theta=500000, tie_word_embeddings=False, **RMS,
-        ),
-        off={**EPS_OFF, **THETA},
     ),
     "granite": Case(
         make_config(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from family_dense import EPS_OFF, MIXED_OFF, RMS, WINDOW_OFF
-from family_weights import THETA, Case, Normal, Uniform, make_config
+from family_weights import THETA, Case, Changes, Normal, Rules, Uniform, make_config
 
 MIXTRAL = make_config(
     "mixtral", "MixtralForCausalLM", intermediate_size=32, max_position_embeddings=32768,
@@ -33,7 +33,7 @@ QWEN_MOE: dict[str, Any] = {
 QWEN3_MOE = make_config(
     "qwen3_moe", "Qwen3MoeForCausalLM", attention_bias=False, head_dim=16, **QWEN_MOE
 )
-ONE = {"one expert": {"num_experts_per_tok": 1}}
+ONE: Changes = {"one expert": {"num_experts_per_tok": 1}}
 YARN = {
     "beta_fast": 32,
     "beta_slow": 1,
@@ -50,7 +50,7 @@ def yarn(**changes: Any) -> dict[str, Any]:
     return {"rope_scaling": {**YARN, **changes}}
 
 
-YARN_OFF = {
+YARN_OFF: Changes = {
     "no scaling": {"rope_scaling": None},
     "factor": yarn(factor=4.0),
     "mscale": yarn(mscale=0.7),
@@ -83,12 +83,12 @@ DEEPSEEK: dict[str, Any] = {
     "v_head_dim": 8,
     **RMS,
 }
-DEEPSEEK_RULES = {r"(q_b_proj|q_proj|kv_a_proj_with_mqa)\.weight$": Normal(1.7)}
+DEEPSEEK_RULES: Rules = {r"(q_b_proj|q_proj|kv_a_proj_with_mqa)\.weight$": Normal(1.7)}
 DEEPSEEK_V2 = make_config(
     "deepseek_v2", "DeepseekV2ForCausalLM", aux_loss_alpha=0.001, ep_size=1, norm_topk_prob=False,
     scoring_func="softmax", seq_aux=True, topk_method="group_limited_greedy", **DEEPSEEK,
 )  # fmt: skip
-DEEPSEEK_OFF = {
+DEEPSEEK_OFF: Changes = {
     **EPS_OFF,
     **THETA,
     **ONE,
@@ -167,6 +167,7 @@ EXPERTS: dict[str, Case] = {
             "weights as they are": {"norm_topk_prob": False},
             "halves": {"rope_interleave": False},
         },
+        ignored={"model.layers.61.eh_proj.weight": (32, 64)},
     ),
     "qwen2_moe": Case(
         make_config(
@@ -212,5 +213,6 @@ EXPERTS: dict[str, Case] = {
             "scale of experts": {"routed_scaling_factor": 1.0},
             "weights as they are": {"norm_topk_prob": False},
         },
+        ignored={"model.layers.46.eh_proj.weight": (32, 64)},
     ),
 }  # fmt: skip

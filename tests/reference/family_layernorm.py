@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from family_weights import EPS, Case, Normal, make_config
+from family_weights import EPS, Case, Changes, Normal, make_config
 
-EPS_OFF = {"layer_norm_eps": {"layer_norm_eps": 1e-5}}
+EPS_OFF: Changes = {"layer_norm_eps": {"layer_norm_eps": 1e-5}}
 GPT_NEOX = make_config(
     "gpt_neox", "GPTNeoXForCausalLM", num_key_value_heads=..., attention_dropout=...,
     bos_token_id=0, eos_token_id=0, hidden_act="gelu", layer_norm_eps=EPS,
     rotary_emb_base=20000, rotary_pct=0.5, tie_word_embeddings=False, use_parallel_residual=True,
     torch_dtype="float16",
 )  # fmt: skip
-NEOX_OFF = {
+NEOX_OFF: Changes = {
     **EPS_OFF,
     "rotary_emb_base": {"rotary_emb_base": 10000},
     "rotary_pct": {"rotary_pct": 1.0},
@@ -58,6 +58,8 @@ LAYERNORM: dict[str, Case] = {
         },
         dtype="float32",
         renamed={r"^transformer\.": ""},
+        # The causal mask; real ones have n_positions rows and columns.
+        ignored={f"h.{layer}.attn.bias": (1, 1, 1, 1) for layer in range(2)},
     ),
     "gpt_neox": Case(
         GPT_NEOX, off={**NEOX_OFF, "in turn": {"use_parallel_residual": False}}, dtype="float16"

@@ -5,7 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from family_dense import EPS_OFF, RMS
-from family_weights import EPS, NEW, NORM, OFFSET_NORM, THETA, Case, Normal, Uniform, make_config
+from family_weights import (
+    EPS,
+    NEW,
+    NORM,
+    OFFSET_NORM,
+    THETA,
+    Case,
+    Changes,
+    Normal,
+    Rules,
+    Uniform,
+    make_config,
+)
 
 MAMBA2: dict[str, Any] = {
     "architectures": ["Mamba2ForCausalLM"],
@@ -43,12 +55,12 @@ MAMBA2: dict[str, Any] = {
     "vocab_size": 96,
 }
 # Decays from a few tokens to hundreds.
-SCAN_RULES = {
+SCAN_RULES: Rules = {
     r"A_log$": Uniform(-1.5, 1.5),
     r"dt_bias$": Uniform(-4.0, 0.0),
     r"\.D$": Uniform(0.2, 1.8),
 }
-MAMBA2_OFF = {"layer_norm_epsilon": {"layer_norm_epsilon": 1e-5}}
+MAMBA2_OFF: Changes = {"layer_norm_epsilon": {"layer_norm_epsilon": 1e-5}}
 LFM2 = make_config(
     "lfm2", "Lfm2ForCausalLM", attention_dropout=..., block_auto_adjust_ff_dim=True, block_dim=32,
     block_ff_dim=96, block_ffn_dim_multiplier=1.0, block_mlp_init_scale=1.0, block_multiple_of=32,
@@ -58,7 +70,7 @@ LFM2 = make_config(
     norm_eps=EPS, num_heads=4, num_hidden_layers=3, pad_token_id=0, rope_theta=1000000.0,
     use_pos_enc=True,
 )  # fmt: skip
-LFM2_OFF = {
+LFM2_OFF: Changes = {
     **THETA,
     "norm_eps": {"norm_eps": 1e-5},
 }
@@ -74,7 +86,7 @@ DELTA: dict[str, Any] = {
     "tie_word_embeddings": False,
     **RMS,
 }
-DELTA_RULES = {
+DELTA_RULES: Rules = {
     **SCAN_RULES,
     r"linear_attn\.norm\.weight$": NORM,
     r"\.[qk]_norm\.weight$": Uniform(0.0, 1.4),
@@ -89,6 +101,15 @@ QWEN3_5_ROPE = {
     "rope_theta": 1000000,
     "rope_type": "default",
 }
+QWEN3_5 = {
+    **make_config(
+        "qwen3_5_text", "Qwen3_5ForCausalLM", attn_output_gate=True,
+        layer_types=["linear_attention", "linear_attention", "full_attention"],
+        mamba_ssm_dtype="float32", num_hidden_layers=3, rope_parameters=QWEN3_5_ROPE,
+        torch_dtype=..., **DELTA,
+    ),
+    **NEW,
+}  # fmt: skip
 
 RECURRENT: dict[str, Case] = {
     "mamba2": Case(MAMBA2, rules=SCAN_RULES, off=MAMBA2_OFF),
@@ -127,17 +148,35 @@ RECURRENT: dict[str, Case] = {
             "weights as they are": {"norm_topk_prob": False},
             "partial": {"partial_rotary_factor": 1.0},
         },
+        ignored={"mtp.norm.weight": (32,)},
     ),
-    "qwen3_5_text": Case(
+    # The text part of a checkpoint for text and images.
+    "qwen3_5": Case(
         {
-            **make_config(
-                "qwen3_5_text", "Qwen3_5ForCausalLM", attn_output_gate=True,
-                layer_types=["linear_attention", "linear_attention", "full_attention"],
-                mamba_ssm_dtype="float32", num_hidden_layers=3, rope_parameters=QWEN3_5_ROPE,
-                torch_dtype=..., **DELTA,
-            ),
+            "architectures": ["Qwen3_5ForConditionalGeneration"],
+            "image_token_id": 90,
+            "model_type": "qwen3_5",
+            "text_config": {k: v for k, v in QWEN3_5.items() if k not in ("architectures", *NEW)},
+            "tie_word_embeddings": False,
+            "video_token_id": 91,
+            "vision_config": {
+                "depth": 1,
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "model_type": "qwen3_5",
+                "num_heads": 4,
+                "out_hidden_size": 32,
+            },
+            "vision_end_token_id": 93,
+            "vision_start_token_id": 92,
             **NEW,
         },
+        rules=DELTA_RULES,
+        renamed={r"^model\.(language_model\.)?": "model.language_model."},
+        ignored={"mtp.norm.weight": (32,), "model.visual.merger.norm.weight": (32,)},
+    ),
+    "qwen3_5_text": Case(
+        QWEN3_5,
         rules=DELTA_RULES,
         off={
             **EPS_OFF,

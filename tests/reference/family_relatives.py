@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from family_dense import EPS_OFF, GEMMA, GEMMA_RULES, MIXED_OFF, RMS
-from family_weights import EPS, THETA, Case, Normal, Uniform, make_config
+from family_weights import EPS, THETA, Case, Changes, Normal, Uniform, make_config
 
-LAYER_EPS_OFF = {"layer_norm_eps": {"layer_norm_eps": 1e-5}}
+LAYER_EPS_OFF: Changes = {"layer_norm_eps": {"layer_norm_eps": 1e-5}}
 OLMO3_YARN = {
     "attention_factor": 1.2,
     "beta_fast": 32.0,
@@ -24,10 +24,17 @@ LLAMA3 = {
 LAYERS = ["sliding_attention", "sliding_attention", "full_attention"]
 
 RELATIVES: dict[str, Case] = {
+    "olmo2": Case(
+        make_config(
+            "olmo2", "Olmo2ForCausalLM", attention_bias=False, pad_token_id=0, rope_scaling=None,
+            rope_theta=500000, tie_word_embeddings=False, **RMS,
+        ),
+        off={**EPS_OFF, **THETA},
+    ),
     "olmo3": Case(
         make_config(
             "olmo3", "Olmo3ForCausalLM", attention_bias=False, layer_types=LAYERS,
-            num_hidden_layers=3, pad_token_id=0, rope_scaling=OLMO3_YARN, rope_theta=20000,
+            num_hidden_layers=3, pad_token_id=0, rope_scaling=OLMO3_YARN, rope_theta=500000,
             sliding_window=24, tie_word_embeddings=False, **RMS,
         ),
         off={
@@ -52,6 +59,7 @@ RELATIVES: dict[str, Case] = {
             "no scaling": {"rope_scaling": None},
             "pattern": {"layer_types": LAYERS[::-1]},
         },
+        seed=2,
     ),
     # As the 1.2B model is: no window, and then all layers rotate.
     "exaone4-full": Case(
@@ -74,7 +82,11 @@ RELATIVES: dict[str, Case] = {
             "gemma", "GemmaForCausalLM", hidden_act="gelu", hidden_activation=None,
             rope_scaling=None, rope_theta=20000.0, **GEMMA,
         ),
-        rules={**GEMMA_RULES, r"\.[qk]_proj\.weight$": Normal(1.7)},
+        rules={
+            **GEMMA_RULES,
+            r"\.[qk]_proj\.weight$": Normal(1.7),
+            r"embed_tokens": Normal(1.5),
+        },
         off={**EPS_OFF, **THETA, "silu": {"hidden_act": "silu"}},
     ),
     "cohere": Case(
@@ -83,6 +95,14 @@ RELATIVES: dict[str, Case] = {
             logit_scale=0.25, pad_token_id=0, rope_theta=20000.0, use_qk_norm=True,
         ),
         off={**LAYER_EPS_OFF, **THETA, "logit_scale": {"logit_scale": 1.0}},
+    ),
+    "glm": Case(
+        make_config(
+            "glm", "GlmForCausalLM", attention_bias=True, eos_token_id=[2, 3], head_dim=16,
+            pad_token_id=0, partial_rotary_factor=0.5, rope_theta=20000.0,
+            tie_word_embeddings=False, **RMS,
+        ),
+        off={**EPS_OFF, **THETA, "partial": {"partial_rotary_factor": 1.0}},
     ),
     "starcoder2": Case(
         make_config(

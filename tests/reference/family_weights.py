@@ -43,6 +43,7 @@ class Uniform(NamedTuple):
 
 Rule = Normal | Uniform
 Rules = dict[str, Rule]
+Changes = dict[str, dict[str, Any]]  # what is switched off: keys of the config and new values
 
 NORM = Uniform(0.6, 1.4)
 OFFSET_NORM = Uniform(-0.4, 0.4)  # of norms that multiply by 1 + weight
@@ -74,16 +75,18 @@ class Case:
         depends: whether transformers' logits depend on these pieces.
         dtype: how the file stores tensors; values are exact in bfloat16 in any case.
         renamed: patterns and replacements from what transformers saves to what the hub has.
+        ignored: tensors that published files also hold and transformers passes over.
         seed: another draw, where one came out too sensitive to rounding.
     """
 
     config: dict[str, Any]
     rules: Rules = field(default_factory=dict)
-    off: dict[str, dict[str, Any]] = field(default_factory=dict)
+    off: Changes = field(default_factory=dict)
     chunks: tuple[int, ...] = CHUNKS
     depends: bool = False
     dtype: str = "bfloat16"
     renamed: dict[str, str] = field(default_factory=dict)
+    ignored: dict[str, tuple[int, ...]] = field(default_factory=dict)
     seed: int = 0
 
     def rule_of(self, name: str) -> Rule:
@@ -116,7 +119,7 @@ COMMON: dict[str, Any] = {
     "transformers_version": "4.51.3",
 }
 EPS = 0.01  # large enough for a wrong one to be seen
-THETA = {"theta": {"rope_theta": 10000.0}}
+THETA: Changes = {"theta": {"rope_theta": 10000.0}}
 NEW: dict[str, Any] = {"dtype": "bfloat16", "transformers_version": "5.24.0"}
 
 

@@ -28,19 +28,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from checking import check, difference, save_versions
 from family_cases import CASES
 from family_weights import Case
 from making import (
     HEADER,
-    check,
     compute_logits,
-    difference,
     load_folder,
     load_model,
     measure,
     read_arguments,
     save_arrays,
-    save_versions,
     write_folder,
 )
 from safetensors.torch import load_file
@@ -55,6 +53,8 @@ KEPT = (
     "n_head", "n_layer", "num_hidden_layers", "num_attention_heads", "n_positions", "n_ctx",
     "torch_dtype", "dtype", "transformers_version", "use_cache",
 )  # fmt: skip
+# Its class insists that they fit the width.
+SIZES = {"mamba2": ("num_heads", "head_dim")}
 # What the base class of all configs adds, whatever the family.
 GENERIC = set(PreTrainedConfig().to_dict()) - {"bos_token_id", "eos_token_id", "pad_token_id"}
 
@@ -75,11 +75,13 @@ def read_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def make_weights(name: str, case: Case) -> dict[str, torch.Tensor]:
     """Random weights under the names of published files."""
-    tensors = {}
-    for saved, shape in read_shapes(case.config).items():
-        key = saved
+    shapes = dict(case.ignored)
+    for key, shape in read_shapes(case.config).items():
         for pattern, replacement in case.renamed.items():
             key = re.sub(pattern, replacement, key)
+        shapes[key] = shape
+    tensors = {}
+    for key, shape in shapes.items():
         dtype = "float32" if key.endswith("e_score_correction_bias") else case.dtype
         values = torch.from_numpy(case.draw(name, key, shape)).to(torch.bfloat16)
         tensors[key] = values.to(getattr(torch, dtype))
@@ -135,7 +137,8 @@ def make_case(name: str, folder: Path) -> None:
 
 def read_defaults(config: dict[str, Any]) -> dict[str, Any]:
     """What transformers makes of a config.json that leaves out all it can."""
-    given = {key: value for key, value in config.items() if key in KEPT}
+    kept = (*KEPT, *SIZES.get(config["model_type"], ()))
+    given = {key: value for key, value in config.items() if key in kept}
     heads = "n_head" if "n_head" in given else "num_attention_heads"
     if heads in given:
         given[heads] = 16  # other than the key/value heads that a class may assume
@@ -152,7 +155,11 @@ def make(folder: Path, names: list[str]) -> None:
         make_case(name, folder / name)
     if len(names) == len(CASES):
         configs = {case.config["model_type"]: case.config for case in reversed(CASES.values())}
-        defaults = {kind: read_defaults(config) for kind, config in sorted(configs.items())}
+        defaults = {
+            kind: read_defaults(config)
+            for kind, config in sorted(configs.items())
+            if "text_config" not in config
+        }
         (folder / "defaults.json").write_text(json.dumps(defaults, indent=1) + "\n")
     save_versions(folder)
 
@@ -161,7 +168,7 @@ def main() -> int:
     arguments = read_arguments("Make the references of the model families.", cases=list(CASES))
     work = partial(make, names=arguments.cases or list(CASES))
     if arguments.check:
-        return check(HERE / "families", work)
+        return check(HERE / "families", work, complete=not arguments.cases)
     work(HERE / "families")
     return 0
 

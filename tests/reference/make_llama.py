@@ -23,8 +23,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from checking import check, save_versions
 from llama_cases import CASES, MLP_WIDTH, VOCAB, WEIGHTS, WIDTH, make_config
-from making import HEADER, check, load_model, measure, read_arguments, save_arrays, save_versions
+from making import HEADER, load_model, measure, read_arguments, save_arrays
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 

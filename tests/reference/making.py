@@ -1,4 +1,4 @@
-"""What the scripts that make golden files with transformers share: reading, measuring, comparing.
+"""What the scripts that make golden files with transformers share: reading models, measuring.
 
 Needs the pinned libraries of requirements.txt and nothing of this project, so that the two
 implementations share no code.
@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import tempfile
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from checking import difference
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.utils import logging
 
 LENGTH = 540
 TOLERANCE = 2e-5  # of the largest logit: what an implementation under test is allowed
-CHECK_TOLERANCE = 1e-5  # the same libraries on another processor
 FLATTEST = 0.82  # of the uniform entropy
 HEADER = f"{'case':28} {'entropy':>8} {'margin':>8} {'noise':>8} {'chunked':>8} {'top':>6}"
 
@@ -130,11 +128,6 @@ def measure_noise(model: PreTrainedModel, tokens: np.ndarray, logits: np.ndarray
     return difference(compute_logits(model, tokens), logits)
 
 
-def difference(logits: np.ndarray, expected: np.ndarray) -> float:
-    """Largest difference over the largest expected magnitude."""
-    return float(np.abs(logits - expected).max() / np.abs(expected).max())
-
-
 def measure(
     name: str,
     load: Callable[[], PreTrainedModel],
@@ -183,55 +176,6 @@ def measure(
 def save_arrays(arrays: dict[str, np.ndarray], path: Path) -> None:
     """Write numpy arrays as safetensors."""
     save_file({k: torch.from_numpy(np.ascontiguousarray(v)) for k, v in arrays.items()}, path)
-
-
-def save_versions(folder: Path) -> None:
-    """Write versions.json: the libraries that made what is beside it."""
-    packages = ("torch", "transformers", "safetensors", "numpy")
-    versions = {"python": platform.python_version(), **{name: version(name) for name in packages}}
-    (folder / "versions.json").write_text(json.dumps(versions, indent=1) + "\n")
-
-
-def compare_tensors(ours: Path, made: Path) -> list[str]:
-    """Differences between two safetensors files: shapes, integers exactly, floats within bounds."""
-    left, right = load_file(ours), load_file(made)
-    label = f"{ours.parent.name}/{ours.name}"
-    if left.keys() != right.keys():
-        return [f"{label}: names differ: {sorted(left.keys() ^ right.keys())}"]
-    problems = []
-    for key, value in left.items():
-        other = right[key]
-        if value.shape != other.shape or value.dtype != other.dtype:
-            problems.append(f"{label}: {key}: {value.shape} against {other.shape}")
-        elif not value.is_floating_point():
-            if not torch.equal(value, other):
-                problems.append(f"{label}: {key}: integers differ")
-        else:
-            error = difference(other.float().numpy(), value.float().numpy())
-            if error > CHECK_TOLERANCE:
-                problems.append(f"{label}: {key}: {error:.1e} > {CHECK_TOLERANCE:.0e}")
-    return problems
-
-
-def check(folder: Path, make: Callable[[Path], None]) -> int:
-    """Make everything again in a temporary folder; 1 where it differs from `folder`."""
-    with tempfile.TemporaryDirectory() as temporary:
-        again = Path(temporary)
-        make(again)
-        problems = []
-        for path in sorted(p for p in again.rglob("*") if p.is_file()):
-            ours = folder / path.relative_to(again)
-            if not ours.exists():
-                problems.append(f"{path.relative_to(again)} is missing")
-            elif path.suffix == ".safetensors":
-                problems += compare_tensors(ours, path)
-            elif ours.read_text() != path.read_text():
-                if path.name == "versions.json":
-                    print("note: other library versions than those in versions.json")
-                else:
-                    problems.append(f"{path.relative_to(again)} differs")
-    print("\n".join(problems) if problems else f"{folder.name}: same")
-    return 1 if problems else 0
 
 
 def read_arguments(description: str, *, cases: Sequence[str] = ()) -> argparse.Namespace:
