@@ -75,6 +75,7 @@ RELATIVES: dict[str, Case] = {
             "ernie4_5", "Ernie4_5ForCausalLM", attention_dropout=..., head_dim=16, pad_token_id=0,
             rope_theta=500000.0, tie_word_embeddings=True, use_bias=True, **RMS,
         ),
+        rules={r"\.[qk]_proj\.weight$": Normal(1.7)},
         off={**EPS_OFF, **THETA},
     ),
     "gemma": Case(
