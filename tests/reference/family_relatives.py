@@ -52,6 +52,7 @@ RELATIVES: dict[str, Case] = {
             pad_token_id=0, rope_scaling=LLAMA3, rope_theta=1000000, sliding_window=24,
             sliding_window_pattern="LLG", tie_word_embeddings=False, **RMS,
         ),
+        rules={r"\.[qk]_norm\.weight$": Uniform(0.8, 1.8)},
         off={
             **EPS_OFF,
             **THETA,
@@ -59,7 +60,6 @@ RELATIVES: dict[str, Case] = {
             "no scaling": {"rope_scaling": None},
             "pattern": {"layer_types": LAYERS[::-1]},
         },
-        seed=2,
     ),
     # As the 1.2B model is: no window, and then all layers rotate.
     "exaone4-full": Case(
