@@ -19,6 +19,7 @@ import mlx.core as mx
 _BUFFERS = (".rotary_emb.inv_freq",)
 _PREFIX = "transformer."  # of all names but the head's, in files of a GPT-2 saved with its head
 _HEADS = ("lm_head", "embed_out")
+_STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # of experts
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def make_model(
     config = read_config(checkpoint.config, choose_dtype(params, dtype), ignore)
     if config.num_layers > len(params):  # before anything is built for each layer that it claims
         raise ParamsError(f"config has {config.num_layers} layers, but only {len(params)} tensors")
-    params = drop_extras(config, published_names(config, params))
+    params = drop_extras(config, stack_experts(config, published_names(config, params)))
     model = Model(config, params, checkpoint.tokenizer)
     mx.eval(model.params)  # reading is lazy: a file replaced later must not change the model
     return model
@@ -62,6 +63,19 @@ def published_names(config: ModelConfig, params: Params) -> Params:
     if any(name.startswith(_PREFIX) for name in FAMILIES[config.model_type].param_spec(config)):
         return params
     return {name.removeprefix(_PREFIX): array for name, array in params.items()}
+
+
+def stack_experts(config: ModelConfig, params: Params) -> Params:
+    """Experts that transformers saved one by one, as stacks where the family has them so."""
+    stacked = dict(params)
+    for name, shape in FAMILIES[config.model_type].param_spec(config).items():
+        experts, _, stack = name.rpartition(".")
+        parts = _STACKS.get(stack, ())
+        members = [f"{experts}.{i}.{part}.weight" for i in range(shape[0]) for part in parts]
+        sizes = {params[member].shape if member in params else None for member in members}
+        if members and sizes == {(shape[1] // len(parts), shape[2])}:
+            stacked[name] = mx.concatenate([stacked.pop(m) for m in members]).reshape(shape)
+    return stacked
 
 
 def drop_extras(config: ModelConfig, params: Params) -> Params:
