@@ -28,7 +28,7 @@ class Config(LayeredConfig):
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
         "intermediate_size": 12288, "num_key_value_heads": 8, "max_position_embeddings": 128000,
-        "norm_eps": 1e-5, "tie_word_embeddings": True,
+        "norm_eps": 1e-5, "tie_word_embeddings": True, "eos_token_id": 2,
     }  # fmt: skip
     FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **ModelConfig.FIXED,

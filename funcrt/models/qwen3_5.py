@@ -25,7 +25,13 @@ _IMAGE_ROPE = ("mrope_interleaved", "mrope_section")
 
 @dataclass(frozen=True, kw_only=True)
 class Config(DeltaConfig):
-    """The text part of a Qwen3.5."""
+    """The text part of a Qwen3.5.
+
+    Class attribute of a family:
+        ARCHITECTURE: how the names of its classes begin.
+    """
+
+    ARCHITECTURE: ClassVar[str] = "Qwen3_5"
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
         **DeltaConfig.DEFAULTS, "intermediate_size": 12288, "num_key_value_heads": 4,
@@ -74,6 +80,8 @@ class Config(DeltaConfig):
         keys = ("rope_theta", "partial_rotary_factor")
         rope = {key: hf.pop(key) for key in keys if key in hf}
         hf["rope_parameters"] = {**scaling, **rope}  # mlx-lm reads no other spelling
+        task = "ForConditionalGeneration" if self.has_images else "ForCausalLM"
+        hf["architectures"] = list(self.architectures) or [self.ARCHITECTURE + task]
         if not self.has_images:
             return hf
         outside = {key: hf.pop(key) for key in ("architectures", "model_type")}

@@ -16,6 +16,7 @@ from funcrt.models.qwen3_next import layer, stack
 class Config(qwen3_5.Config, qwen2_moe.SharedConfig):
     """The text part of a Qwen3.5-MoE."""
 
+    ARCHITECTURE: ClassVar[str] = "Qwen3_5Moe"
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
         **qwen3_5.Config.DEFAULTS,
         "num_key_value_heads": 2, "moe_intermediate_size": 512, "norm_topk_prob": True,
