@@ -19,9 +19,10 @@ Dense:
   partial_rotary_factor) of D rotate. longrope (also spelled su or yarn): frequencies 1 /
   (factor_i theta^(2i/D')), D' of the rotated part, long_factor for all positions of a call whose
   last position + 1 > original_max_position_embeddings (a key at the top), else short_factor; cos
-  and sin of both times sqrt(1 + ln s / ln original), s = max_position_embeddings / original (1
-  where s <= 1). Cached keys stay as they were rotated: feeding in pieces over the switch gives
-  other logits (golden chunked_logits), and `generate` starts the cache again there.
+  and sin of both times sqrt(1 + ln s / ln original), s = max_position_embeddings / original, or
+  the `factor` of the dict (1 where s <= 1; `attention_factor`, if given, wins). Cached keys stay
+  as they were rotated: feeding in pieces over the switch gives other logits (golden
+  chunked_logits), and `generate` starts the cache again there.
 - gemma, gemma2, gemma3_text: embedding times sqrt(hidden_size), rounded to the dtype of the
   weights; norms multiply by 1 + weight, in float32, before going back; tied unless it says not;
   gelu_pytorch_tanh from hidden_activation (gemma: from hidden_act, where "gelu" means the same).
@@ -120,7 +121,9 @@ States:
   (beta (v - S^T k))^T; o = S^T q. Then RMS norm(o) * weight * silu(z), norm before gate, per
   value head. Layer i attends if (i + 1) % full_attention_interval == 0 (4), unless layer_types
   says. qwen3_5 is the text part of a model for images: config in text_config, names below
-  model.language_model., head lm_head.
+  model.language_model., head lm_head. qwen3_5_moe: experts in every layer, routed as in
+  qwen3_next with norm_topk_prob, stored stacked: gate_up_proj [X, 2F, E] rows gate, up; down_proj
+  [X, E, F].
 """
 
 from __future__ import annotations

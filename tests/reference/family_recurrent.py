@@ -110,6 +110,53 @@ QWEN3_5 = {
     ),
     **NEW,
 }  # fmt: skip
+QWEN3_5_MOE = {
+    **QWEN3_5,
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "layer_types": ["linear_attention", "full_attention"],
+    "model_type": "qwen3_5_moe_text",
+    "moe_intermediate_size": 32,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 2,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 32,
+}
+del QWEN3_5_MOE["intermediate_size"]
+QWEN3_5_OFF: Changes = {
+    **EPS_OFF,
+    "theta": {"rope_parameters": {**QWEN3_5_ROPE, "rope_theta": 10000}},
+    "partial": {"rope_parameters": {**QWEN3_5_ROPE, "partial_rotary_factor": 1.0}},
+}
+TEXT_AND_IMAGES: dict[str, Any] = {
+    "renamed": {r"^model\.(language_model\.)?": "model.language_model."},
+    "ignored": {"mtp.norm.weight": (32,), "model.visual.merger.norm.weight": (32,)},
+}
+
+
+def with_images(text: dict[str, Any], model_type: str, architecture: str) -> dict[str, Any]:
+    """config.json of a checkpoint for text and images whose text part is `text`."""
+    return {
+        "architectures": [architecture],
+        "image_token_id": 90,
+        "model_type": model_type,
+        "text_config": {k: v for k, v in text.items() if k not in ("architectures", *NEW)},
+        "tie_word_embeddings": False,
+        "video_token_id": 91,
+        "vision_config": {
+            "depth": 1,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "model_type": model_type,
+            "num_heads": 4,
+            "out_hidden_size": 32,
+        },
+        "vision_end_token_id": 93,
+        "vision_start_token_id": 92,
+        **NEW,
+    }
+
 
 RECURRENT: dict[str, Case] = {
     "mamba2": Case(MAMBA2, rules=SCAN_RULES, off=MAMBA2_OFF),
@@ -150,38 +197,22 @@ RECURRENT: dict[str, Case] = {
         },
         ignored={"mtp.norm.weight": (32,)},
     ),
-    # The text part of a checkpoint for text and images.
     "qwen3_5": Case(
-        {
-            "architectures": ["Qwen3_5ForConditionalGeneration"],
-            "image_token_id": 90,
-            "model_type": "qwen3_5",
-            "text_config": {k: v for k, v in QWEN3_5.items() if k not in ("architectures", *NEW)},
-            "tie_word_embeddings": False,
-            "video_token_id": 91,
-            "vision_config": {
-                "depth": 1,
-                "hidden_size": 32,
-                "intermediate_size": 64,
-                "model_type": "qwen3_5",
-                "num_heads": 4,
-                "out_hidden_size": 32,
-            },
-            "vision_end_token_id": 93,
-            "vision_start_token_id": 92,
-            **NEW,
-        },
+        with_images(QWEN3_5, "qwen3_5", "Qwen3_5ForConditionalGeneration"),
         rules=DELTA_RULES,
-        renamed={r"^model\.(language_model\.)?": "model.language_model."},
-        ignored={"mtp.norm.weight": (32,), "model.visual.merger.norm.weight": (32,)},
+        **TEXT_AND_IMAGES,
     ),
-    "qwen3_5_text": Case(
-        QWEN3_5,
+    "qwen3_5_text": Case(QWEN3_5, rules=DELTA_RULES, off=QWEN3_5_OFF),
+    "qwen3_5_moe": Case(
+        with_images(QWEN3_5_MOE, "qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration"),
         rules=DELTA_RULES,
-        off={
-            **EPS_OFF,
-            "theta": {"rope_parameters": {**QWEN3_5_ROPE, "rope_theta": 10000}},
-            "partial": {"rope_parameters": {**QWEN3_5_ROPE, "partial_rotary_factor": 1.0}},
-        },
+        stacked=True,
+        **TEXT_AND_IMAGES,
+    ),
+    "qwen3_5_moe_text": Case(
+        QWEN3_5_MOE,
+        rules=DELTA_RULES,
+        stacked=True,
+        off={**QWEN3_5_OFF, "one expert": {"num_experts_per_tok": 1}},
     ),
 }  # fmt: skip

@@ -74,6 +74,8 @@ class Case:
         chunks: lengths of the pieces in which the prompt is fed a second time.
         depends: whether transformers' logits depend on these pieces.
         dtype: how the file stores tensors; values are exact in bfloat16 in any case.
+        stacked: whether published files hold experts as transformers keeps them, in one tensor,
+            though it saves each by itself.
         renamed: patterns and replacements from what transformers saves to what the hub has.
         ignored: tensors that published files also hold and transformers passes over.
         seed: another draw, where one came out too sensitive to rounding.
@@ -85,6 +87,7 @@ class Case:
     chunks: tuple[int, ...] = CHUNKS
     depends: bool = False
     dtype: str = "bfloat16"
+    stacked: bool = False
     renamed: dict[str, str] = field(default_factory=dict)
     ignored: dict[str, tuple[int, ...]] = field(default_factory=dict)
     seed: int = 0

@@ -64,11 +64,11 @@ def read_config(config: dict[str, Any]) -> Any:
     return AutoConfig.for_model(**json.loads(json.dumps(config)))
 
 
-def read_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def read_shapes(case: Case) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tensors that transformers saves for a config.json."""
-    model = AutoModelForCausalLM.from_config(read_config(config))
+    model = AutoModelForCausalLM.from_config(read_config(case.config))
     with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, save_original_format=not case.stacked)
         tensors = load_file(Path(folder) / "model.safetensors")
     return {name: tuple(tensor.shape) for name, tensor in sorted(tensors.items())}
 
@@ -76,7 +76,7 @@ def read_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 def make_weights(name: str, case: Case) -> dict[str, torch.Tensor]:
     """Random weights under the names of published files."""
     shapes = dict(case.ignored)
-    for key, shape in read_shapes(case.config).items():
+    for key, shape in read_shapes(case).items():
         for pattern, replacement in case.renamed.items():
             key = re.sub(pattern, replacement, key)
         shapes[key] = shape
