@@ -100,15 +100,16 @@ class RopeConfig:
             raise ConfigError(f"rope type {kind!r} is not supported; known: {', '.join(KINDS)}")
         original = _original_length(hf, rope.pop("original_max_position_embeddings", None), kind)
         share = rope.pop("partial_rotary_factor", None)
-        if share not in (None, 1, 1.0) and not partial:
+        share = 1.0 if share is None else share
+        if share != 1.0 and not partial:
             raise ConfigError(f"partial_rotary_factor={share!r} is not supported for this model")
         unset = {"beta_fast": (None, 0), "beta_slow": (None, 0)}  # 0 stands for the default
         rope = {k: v for k, v in rope.items() if v not in unset.get(k, (None,))}
         if kind in ("yarn", "longrope") and "factor" not in rope:
-            rope["factor"] = hf.get("max_position_embeddings", 2048) / original
+            rope["factor"] = hf.get("max_position_embeddings", 2048) / (original or 1)
         if kind == "default":
             rope.pop("factor", None)
-        _check(kind, {**rope, "rope_theta": theta, "partial_rotary_factor": share or 1.0}, original)
+        _check(kind, {**rope, "rope_theta": theta, "partial_rotary_factor": share}, original)
         for key in ("short_factor", "long_factor"):
             if key in rope:
                 rope[key] = tuple(float(value) for value in rope[key])
@@ -116,7 +117,7 @@ class RopeConfig:
             theta=float(theta),
             kind=kind,
             original_max_positions=int(original),
-            partial=float(share or 1.0),
+            partial=float(share),
             interleaved=interleaved,
             **rope,
         )
@@ -187,7 +188,8 @@ def _merge(hf: Mapping[str, Any]) -> dict[str, Any]:
 def _original_length(hf: Mapping[str, Any], original: Any, kind: str) -> Any:
     # `dynamic` stretches from max_position_embeddings whatever else the config says.
     if kind in _STRETCHED:
-        original = hf.get("original_max_position_embeddings") or original
+        outer = hf.get("original_max_position_embeddings")
+        original = original if outer is None else outer
     if original is None or kind == "dynamic":
         original = hf.get("max_position_embeddings", 2048)
     return original

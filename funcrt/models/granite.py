@@ -6,7 +6,9 @@ logits are divided.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from funcrt.config import ModelConfig
 from funcrt.errors import ConfigError
@@ -18,6 +20,8 @@ from funcrt.models import llama
 @dataclass(frozen=True, kw_only=True)
 class Config(ModelConfig):
     """A Granite."""
+
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {"eos_token_id": 2}
 
     embedding_multiplier: float = setting("embedding_multiplier", 1.0)
     attention_multiplier: float = setting("attention_multiplier", 1.0)
