@@ -205,15 +205,21 @@ def _table_size(tokens: tuple[int, ...]) -> int:
     return min(bound, max(_MOST_PLANNED, largest + 1))  # beyond it nearly every chunk is a largest
 
 
-def default_plan(max_positions: int) -> BucketPlan:
+def default_plan(max_positions: int, *, limited: bool = False) -> BucketPlan:
     """The plan of a model that was given none; shapes compile only when they are first used.
 
     Four tokens make the ends of prompts cheap, and guesses that are verified in one call.
+
+    Args:
+        max_positions: longest text.
+        limited: whether the model can go no further.
     """
     capacities, capacity = [], 256
     while capacity < max_positions + 1:
         capacities.append(capacity)
         capacity *= 2
+    if limited:
+        capacity = max_positions + 1
     return BucketPlan(
         batch=(1, 2, 4, 8, 16), tokens=(4, 16, 64, 256), capacity=[*capacities, capacity]
     )

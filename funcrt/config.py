@@ -164,6 +164,11 @@ class ModelConfig:
             hf["head_dim"] = hidden // heads
         return hf
 
+    @property
+    def position_limit(self) -> int | None:
+        """How many positions there are, where there is a vector for each; None: any number."""
+        return None
+
     def unused_tensors(self) -> tuple[str, ...]:
         """Prefixes of tensors that published files may hold and that change no logits."""
         return ()

@@ -208,17 +208,23 @@ class Model(CallForm):
         )
         return sum(array.nbytes for array in ready.values()), kept
 
+    @property
+    def default_plan(self) -> BucketPlan:
+        """Declared shapes that fit what the model was trained for."""
+        limited = self.config.position_limit is not None
+        return default_plan(self.config.max_positions, limited=limited)
+
     def compiled(
         self, plan: BucketPlan | None = None, kv_bits: int | None = None, eager: bool = False
     ) -> Compiled:
         """The step functions over `plan`; shapes compile when they are first used.
 
         Args:
-            plan: declared shapes; None takes `buckets.default_plan`.
+            plan: declared shapes; None takes `default_plan`.
             kv_bits: 8 or 4 packs the cache's keys and values.
             eager: run without `mx.compile`.
         """
-        plan = plan or default_plan(self.config.max_positions)
+        plan = plan or self.default_plan
         layout = self.choose_layout(plan, kv_bits)
         return Compiled(
             lambda name, bucket: self.flat_step(name, bucket, layout),
@@ -253,8 +259,12 @@ class Model(CallForm):
         return arguments
 
     def choose_size(self, rows: int, tokens: int) -> tuple[int, int]:
-        """`rows`, and the least power of two from 256 up that holds `tokens` and a scratch slot."""
-        return rows, max(256, 1 << tokens.bit_length())
+        """`rows`, and the least power of two from 256 up that holds `tokens` and a scratch slot.
+
+        Less where the model has fewer positions, but never too small for the tokens.
+        """
+        capacity, limit = max(256, 1 << tokens.bit_length()), self.config.position_limit
+        return rows, capacity if limit is None else min(capacity, max(limit, tokens) + 1)
 
     def _run(
         self,

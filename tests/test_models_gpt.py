@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import converters
-from funcrt.errors import ConfigError, ParamsError
+from funcrt.errors import CacheError, ConfigError, ParamsError
 from funcrt.models import read_config
 from tests.families.cases import Case, config_of, run_plain
 from tests.random_families import assert_as_mlx_lm, draw_params, some_tokens, write_folder
@@ -154,6 +154,28 @@ def test_what_cannot_be_computed_is_named(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         read_config({**config, **changes})
+
+
+# --- positions that end ---------------------------------------------------------------------------
+
+
+def test_a_capacity_beyond_the_positions_is_refused() -> None:
+    with Case("gpt2") as case:
+        state = case.model.init_cache(1, 546)
+        mask = mx.ones((1, 1, 1, 546), dtype=mx.bool_)
+        with pytest.raises(CacheError, match="544 positions, so its capacity is at most 545"):
+            case.model.forward(case.model.params, mx.array([[1]], dtype=mx.int32), mask, state)
+
+
+def test_defaults_end_where_the_positions_do() -> None:
+    with Case("gpt2") as case:
+        model = case.model
+        assert model.default_plan.capacity == (256, 512, 545)
+        assert [model.choose_size(1, count)[1] for count in (200, 500, 544)] == [256, 512, 545]
+        assert model.choose_size(1, 545)[1] == 546  # refused by name, where it is used
+        logits, state = model(mx.array([case.prompt]))
+        assert logits.shape == (1, 540, 96)
+        assert state["lengths"].tolist() == [540]
 
 
 # --- mlx-lm's module, on what it can do -----------------------------------------------------------

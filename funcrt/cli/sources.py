@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from funcrt.buckets import BucketPlan, default_plan
+from funcrt.buckets import BucketPlan
 from funcrt.cli import terminal
 from funcrt.cli.options import Generation, Loading, Sizes
 from funcrt.errors import InputError, TextError
@@ -50,11 +50,13 @@ def choose_plan(source: str, model: CallForm, sizes: Sizes) -> BucketPlan | None
     """The plan that options ask for; None is the model's own. Raises InputError for a bundle."""
     if sizes == Sizes():
         return None
-    if is_bundle(source):
+    from funcrt.model import Model
+
+    if is_bundle(source) or not isinstance(model, Model):
         raise InputError(
             "--batch, --tokens and --capacity are fixed when a bundle is exported; export it again"
         )
-    return sizes.plan(default_plan(model.config_values["max_positions"]))
+    return sizes.plan(model.default_plan)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from funcrt import ops
 from funcrt.config import ModelConfig, setting
+from funcrt.errors import CacheError
 from funcrt.layers import MLP, Attention, Embedding, LayerNorm, Linear, Network, Part, PreNorm, Run
 from funcrt.params import ParamSpec, quantization_of
 
@@ -52,6 +53,10 @@ class Config(ModelConfig):
             hf["n_inner"] = 4 * hf["n_embd"]
         return hf
 
+    @property
+    def position_limit(self) -> int:
+        return self.max_positions
+
     def unused_tensors(self) -> tuple[str, ...]:
         parts = ("bias", "masked_bias")  # the causal mask, and what it puts
         return tuple(f"h.{i}.attn.{part}" for i in range(self.num_layers) for part in parts)
@@ -83,12 +88,18 @@ class Conv1D(Linear):
 
 @dataclass(frozen=True)
 class Embeddings(Part):
-    """Of tokens, and of their positions."""
+    """Of tokens, and of their positions. Raises CacheError for capacities that go beyond these."""
 
     tokens: Embedding
     positions: Embedding
 
     def __call__(self, run: Run, x: mx.array) -> mx.array:
+        capacity, limit = run.call.visible.shape[-1], self.positions.vocab
+        if capacity > limit + 1:
+            raise CacheError(
+                f"cache: this model has {limit} positions, so its capacity is at most {limit + 1} "
+                f"(one slot is scratch), got {capacity}"
+            )
         return self.tokens(run, x) + self.positions(run, run.positions)
 
 
