@@ -12,6 +12,7 @@ from funcrt.models import FAMILIES, read_config
 from funcrt.params import Params
 from tests.families.cases import run_plain
 from tests.helpers import TOLERANCE, relative_error
+from tests.reference.golden import FAMILIES as FOLDER
 
 import mlx.core as mx
 import numpy as np
@@ -25,6 +26,13 @@ def draw_params(config: dict[str, Any]) -> Params:
         scale = 0.2 if len(shape) == 1 else shape[-1] ** -0.5
         params[name] = mx.array(rng.normal(around_one, scale, shape).astype(np.float32))
     return params
+
+
+def assert_filled_in(model_type: str, **sizes: int) -> None:
+    """What a config.json leaves out reads as what transformers fills in there."""
+    said = json.loads((FOLDER / "defaults.json").read_text("utf-8"))[model_type]
+    given = {**said["config"], **sizes}
+    assert read_config(given) == read_config({**given, **said["filled"]})
 
 
 def write_folder(folder: Path, config: dict[str, Any], params: Params) -> Path:

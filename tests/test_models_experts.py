@@ -12,7 +12,13 @@ from funcrt.model import Model
 from funcrt.models import read_config
 from funcrt.params import Params
 from tests.families.cases import Case, config_of, run_plain
-from tests.random_families import assert_as_mlx_lm, draw_params, some_tokens, write_folder
+from tests.random_families import (
+    assert_as_mlx_lm,
+    assert_filled_in,
+    draw_params,
+    some_tokens,
+    write_folder,
+)
 
 import mlx.core as mx
 import pytest
@@ -62,6 +68,11 @@ def test_gpt_oss_as_mlx_lm_has_it(tmp_path: Path) -> None:
 
 
 # --- configs --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"])
+def test_what_a_config_leaves_out_is_filled_in_as_transformers_does(model_type: str) -> None:
+    assert_filled_in(model_type)
 
 
 def test_transformers_5_spells_the_experts_of_qwen3_otherwise() -> None:

@@ -10,7 +10,13 @@ import converters
 from funcrt.errors import CacheError, ConfigError, ParamsError
 from funcrt.models import read_config
 from tests.families.cases import Case, config_of, run_plain
-from tests.random_families import assert_as_mlx_lm, draw_params, some_tokens, write_folder
+from tests.random_families import (
+    assert_as_mlx_lm,
+    assert_filled_in,
+    draw_params,
+    some_tokens,
+    write_folder,
+)
 
 import mlx.core as mx
 import pytest
@@ -73,6 +79,11 @@ def test_a_matrix_stored_the_other_way_is_refused(tmp_path: Path) -> None:
 
 
 # --- configs --------------------------------------------------------------------------------------
+
+
+def test_what_a_config_leaves_out_is_filled_in_as_transformers_does() -> None:
+    assert_filled_in("gpt2")
+    assert_filled_in("gpt_neox", hidden_size=512)
 
 
 def test_gpt2_may_have_another_width_inside() -> None:
