@@ -14,6 +14,7 @@ from funcrt.models import (
     cohere2,
     deepseek_v2,
     deepseek_v3,
+    dots1,
     ernie4_5,
     exaone4,
     gemma,
@@ -22,6 +23,7 @@ from funcrt.models import (
     glm,
     glm4,
     glm4_moe,
+    glm4_moe_lite,
     gpt2,
     gpt_neox,
     gpt_oss,
@@ -29,6 +31,7 @@ from funcrt.models import (
     lfm2,
     llama,
     mamba2,
+    minicpm3,
     mistral,
     mixtral,
     olmo2,
@@ -44,6 +47,7 @@ from funcrt.models import (
     smollm3,
     stablelm,
     starcoder2,
+    youtu,
 )
 from funcrt.models.family import Family
 
@@ -63,6 +67,7 @@ FAMILIES = _families(
     cohere=cohere,
     deepseek_v2=deepseek_v2,
     deepseek_v3=deepseek_v3,
+    dots1=dots1,
     ernie4_5=ernie4_5,
     exaone4=exaone4,
     gemma2=gemma2,
@@ -70,6 +75,7 @@ FAMILIES = _families(
     gemma=gemma,
     glm4=glm4,
     glm4_moe=glm4_moe,
+    glm4_moe_lite=glm4_moe_lite,
     glm=glm,
     gpt2=gpt2,
     gpt_neox=gpt_neox,
@@ -78,6 +84,7 @@ FAMILIES = _families(
     lfm2=lfm2,
     llama=llama,
     mamba2=mamba2,
+    minicpm3=minicpm3,
     mistral=mistral,
     mixtral=mixtral,
     olmo2=olmo2,
@@ -95,6 +102,7 @@ FAMILIES = _families(
     smollm3=smollm3,
     stablelm=stablelm,
     starcoder2=starcoder2,
+    youtu=youtu,
 )
 
 

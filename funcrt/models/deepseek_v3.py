@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any, ClassVar
 
 from funcrt.config import ModelConfig, setting
-from funcrt.layers import Network, Part, Run
+from funcrt.layers import Network, Run
+from funcrt.layers.latent import LatentAttention
 from funcrt.layers.moe import MoE
 from funcrt.models import deepseek_v2, llama
 from funcrt.models.deepseek_v2 import ExpertsConfig, LatentConfig
@@ -49,7 +50,14 @@ class CorrectedConfig(ExpertsConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(LatentConfig, CorrectedConfig):
+class TurningConfig(LatentConfig):
+    """Latent attention of which the config says whether neighbours turn together, or halves."""
+
+    rope_interleave: bool = setting("rope_interleave", True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TurningConfig, CorrectedConfig):
     """A DeepSeek-V3."""
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
@@ -62,9 +70,7 @@ class Config(LatentConfig, CorrectedConfig):
     FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **CorrectedConfig.FIXED, "mlp_bias": (None, False),
     }  # fmt: skip
-    HARMLESS: ClassVar[frozenset[str]] = LatentConfig.HARMLESS | CorrectedConfig.HARMLESS
-
-    rope_interleave: bool = setting("rope_interleave", True)
+    HARMLESS: ClassVar[frozenset[str]] = TurningConfig.HARMLESS | CorrectedConfig.HARMLESS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,13 +89,15 @@ class CorrectedMoE(MoE):
 
 def network(config: Config) -> Network:
     """The layers of one config."""
+    return llama.stack(
+        config, lambda i: llama.layer(config, i, attention(config, i), mixture(config, i))
+    )
 
-    def layer(i: int) -> Part:
-        mix = deepseek_v2.attention(config, i)
-        rope = replace(config.rope, interleaved=config.rope_interleave)
-        return llama.layer(config, i, replace(mix, rope=rope), mixture(config, i))
 
-    return llama.stack(config, layer)
+def attention(config: TurningConfig, i: int) -> LatentAttention:
+    """Attention of one layer."""
+    rope = replace(config.rope, interleaved=config.rope_interleave)
+    return replace(deepseek_v2.attention(config, i), rope=rope)
 
 
 def mixture(config: CorrectedConfig, i: int) -> MoE | None:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from funcrt.config import ModelConfig
 from funcrt.fields import setting
+from funcrt.layer_types import MixedConfig
 from funcrt.layers import Attention, Network, RMSNorm
 from funcrt.models import llama, qwen2
 
@@ -29,7 +30,7 @@ def network(config: Config) -> Network:
     return llama.stack(config, lambda i: llama.layer(config, i, attention(config, i)))
 
 
-def attention(config: Config, i: int) -> Attention:
+def attention(config: MixedConfig, i: int) -> Attention:
     """Attention of one layer."""
     name, d, eps = f"model.layers.{i}.self_attn", config.head_dim, config.norm_eps
     return replace(

@@ -14,6 +14,7 @@ EXTRA: dict[str, dict[str, dict[str, Any]]] = {
         _FEW_PLANES: {_FEW_PLANES: 1},
         "halves": {"rope_interleave": False},
     },
+    "glm4_moe_lite": {"halves": {"rope_interleave": False}},
 }
 
 # Losses of training, how experts are spread over machines, layers that guess ahead.
@@ -22,4 +23,7 @@ IDLE: dict[str, set[str]] = {
     "deepseek_v2-lite": {"n_group", "topk_group"},  # chosen from all experts alike
     "deepseek_v3": {"ep_size", "num_nextn_predict_layers", _FEW_PLANES},
     "glm4_moe": {"num_nextn_predict_layers"},
+    "glm4_moe_lite": {"num_nextn_predict_layers"},
+    "minicpm3": {"rope_scaling.long_factor"},  # the prompt is shorter
+    "youtu": {"embedding_initializer_range"},
 }

@@ -39,6 +39,7 @@ EXPERTS_OFF = {
     "weights as they are": {"norm_topk_prob": False},
 }
 HALVES = {"halves": {"rope_interleave": False}}
+SHARP = {r"(q_b_proj|kv_a_proj_with_mqa)\.weight$": Normal(2.2)}
 LONGROPE = {"long_factor": LONG, "short_factor": SHORT, "type": "longrope"}
 
 LATENT: dict[str, Case] = {
@@ -48,7 +49,7 @@ LATENT: dict[str, Case] = {
             mlp_bias=False, rope_interleave=True, rope_scaling=None, rope_theta=20000,
             tie_word_embeddings=True, **LATENT_SIZES,
         ),
-        rules=DEEPSEEK_RULES,
+        rules=SHARP,
         off={**EPS_OFF, **THETA, **HALVES},
     ),
     # Its published file has no v_head_dim and no tie_word_embeddings.
@@ -59,7 +60,7 @@ LATENT: dict[str, Case] = {
             rope_scaling={**LONGROPE, "original_max_position_embeddings": 640},
             **{**LATENT_SIZES, "v_head_dim": ...},
         ),
-        rules={**DEEPSEEK_RULES, r"(q_b_proj|kv_a_proj_with_mqa)\.weight$": Normal(2.2)},
+        rules=SHARP,
         off={
             **EPS_OFF,
             **THETA,
