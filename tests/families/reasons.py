@@ -24,4 +24,9 @@ REASONS: dict[tuple[str, str], str] = {
     ("qwen2-window", "mlx_lm"): _NO_WINDOW,
     ("qwen2_moe", "mlx_lm"): "mlx-lm's module for it has experts in every layer",
     ("starcoder2", "mlx_lm"): f"{_NO_WINDOW}, and another gelu",
+    ("dots1", "mlx_lm"): _NO_WINDOW,
+    ("glm4_moe_lite", "mlx_lm"): "mlx-lm's module norms latents with the eps of layers",
+    ("minicpm3", "mlx_lm"): "mlx-lm's module divides no logits of a tied head, "
+    "and takes the long factors for every text",
+    ("youtu", "mlx_lm"): "mlx-lm has no module of this name",
 }

@@ -96,6 +96,13 @@ Experts (shared ones are added unweighted unless it is said):
   sum + 1e-20 with norm_topk_prob, times routed_scaling_factor. Layers from num_hidden_layers on
   (multi-token prediction) are not read.
 - glm4_moe: attention as qwen3 with use_qk_norm, halves, the first half of D; o has no bias.
+- dots1: attention as qwen3, experts as deepseek_v3; layers i >= max_window_layers have the window.
+- glm4_moe_lite: deepseek_v3 in all, but mlp_layer_types says which layers are dense (by default the
+  first); first_k_dense_replace is not read.
+- youtu: attention as deepseek_v3, all layers dense. minicpm3: attention as deepseek_v2 but with
+  halves, all layers dense; embedding times scale_emb, x + scale_depth / sqrt(layers) * f, last
+  hidden states times dim_model_base / hidden_size; a null is a factor of 1. v_head_dim is
+  hidden_size / H where there is none. Both are tied unless the config says not.
 
 States:
 
@@ -130,9 +137,17 @@ from __future__ import annotations
 
 from family_dense import DENSE
 from family_experts import EXPERTS
+from family_latent import LATENT
 from family_layernorm import LAYERNORM
 from family_recurrent import RECURRENT
 from family_relatives import RELATIVES
 from family_weights import Case
 
-CASES: dict[str, Case] = {**DENSE, **LAYERNORM, **EXPERTS, **RECURRENT, **RELATIVES}
+CASES: dict[str, Case] = {
+    **DENSE,
+    **LAYERNORM,
+    **EXPERTS,
+    **LATENT,
+    **RECURRENT,
+    **RELATIVES,
+}
