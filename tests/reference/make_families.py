@@ -147,20 +147,24 @@ def read_defaults(config: dict[str, Any]) -> dict[str, Any]:
     return {"config": given, "filled": {k: v for k, v in filled.items() if k not in known}}
 
 
+def save_defaults(folder: Path) -> None:
+    """Write defaults.json: one entry for each model_type, whichever of its cases comes first."""
+    configs = {case.config["model_type"]: case.config for case in reversed(CASES.values())}
+    defaults = {
+        kind: read_defaults(config)
+        for kind, config in sorted(configs.items())
+        if "text_config" not in config
+    }
+    (folder / "defaults.json").write_text(json.dumps(defaults, indent=1) + "\n")
+
+
 def make(folder: Path, names: list[str]) -> None:
-    """Write cases under `folder`; print what was measured. All of them: the defaults too."""
+    """Write cases and all defaults under `folder`; print what was measured."""
     folder.mkdir(parents=True, exist_ok=True)
     print(HEADER)
     for name in names:
         make_case(name, folder / name)
-    if len(names) == len(CASES):
-        configs = {case.config["model_type"]: case.config for case in reversed(CASES.values())}
-        defaults = {
-            kind: read_defaults(config)
-            for kind, config in sorted(configs.items())
-            if "text_config" not in config
-        }
-        (folder / "defaults.json").write_text(json.dumps(defaults, indent=1) + "\n")
+    save_defaults(folder)
     save_versions(folder)
 
 
