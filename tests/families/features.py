@@ -113,7 +113,9 @@ def _changes(case: Case) -> Iterator[tuple[str, list[Change]]]:
         if key not in idle:
             for others in _others(key, value):
                 yield f"{key} = {others[0]!r}", [{key: other} for other in others]
-    yield from ((name, [change]) for name, change in extra.items())
+    for name, change in extra.items():
+        if _apply(case.hf, change) != case.hf:  # a model type's may be what one of its cases has
+            yield name, [change]
 
 
 def _keys(hf: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
