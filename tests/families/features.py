@@ -32,7 +32,7 @@ import mlx.core as mx
 Change = Mapping[str, Any]  # keys of config.json; a dot leads into a dict
 
 # Case, or model_type -> name of a feature -> what switches it off.
-EXTRA: dict[str, dict[str, Change]] = {
+EXTRA: dict[str, Mapping[str, Change]] = {
     "mistral": {"with a window": {"sliding_window": 128}},
     "mistral-window": {"without a window": {"sliding_window": None}},
     **deepseek_features.EXTRA,
