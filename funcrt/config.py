@@ -180,7 +180,8 @@ class ModelConfig:
 
     @classmethod
     def _check_keys(cls, hf: Mapping[str, Any]) -> None:
-        for key, allowed in cls.FIXED.items():
+        fixed = {"is_causal": (None, True), **cls.FIXED}  # off would be no harmless value
+        for key, allowed in fixed.items():
             if hf.get(key) not in allowed:
                 raise ConfigError(
                     f"config {key}={hf[key]!r} is not supported for {hf['model_type']!r}"
@@ -197,7 +198,7 @@ class ModelConfig:
                     f"weights quantized with {method!r} are not supported; "
                     "use a dense checkpoint or one quantized by MLX"
                 )
-        known = _USED | _HARMLESS | cls.HARMLESS | cls.FIXED.keys() | set(hf_keys(cls).values())
+        known = _USED | _HARMLESS | cls.HARMLESS | fixed.keys() | set(hf_keys(cls).values())
         # None and false switch a feature off, so an unknown key holding them changes nothing.
         unknown = sorted(
             key

@@ -237,6 +237,7 @@ def test_required_keys(key):
         ({"model_type": None, "pretraining_tp": 2}, "model_type"),
         ({"sliding_window": 4096}, "sliding_window=4096"),
         ({"rope_interleaved": True}, "rope_interleaved=True"),
+        ({"is_causal": False}, "is_causal=False"),
         ({"partial_rotary_factor": 0.25}, "partial_rotary_factor=0.25"),
         ({"hidden_act": "swish2"}, "activation 'swish2' is not supported; known: silu"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "'gptq'"),
@@ -268,7 +269,13 @@ def test_what_would_change_the_result_is_refused(changes, match):
 
 def test_unknown_keys_that_are_off_or_ignored_pass():
     expected = ModelConfig.from_hf(HF)
-    off = {"use_mup": False, "logit_scale": None, "pretraining_tp": 1, "sliding_window": None}
+    off = {
+        "is_causal": True,
+        "use_mup": False,
+        "logit_scale": None,
+        "pretraining_tp": 1,
+        "sliding_window": None,
+    }
     assert ModelConfig.from_hf({**HF, **off, "torch_dtype": "float16"}) == expected
     assert ModelConfig.from_hf({**HF, "logit_scale": 2.0}, ignore=["logit_scale"]) == expected
     assert ModelConfig.from_hf({**HF, "quantization": {"bits": 4, "group_size": 64}}) == expected
