@@ -17,13 +17,16 @@ def network(config: Config) -> Network:
     return stack(config, lambda i: layer(config, i, attention(config, i)))
 
 
-def stack(config: Config, make_layer: Callable[[int], Part]) -> Network:
-    """Embedding, the layers that `make_layer` gives for their numbers, norm and last projection."""
+def stack(config: Config, make_layer: Callable[[int], Part], norm: Part | None = None) -> Network:
+    """Embedding, the layers that `make_layer` gives for their numbers, norm and last projection.
+
+    None stands for Llama's own norm.
+    """
     e, v = config.hidden_size, config.vocab_size
     return Network(
         embed=Embedding("model.embed_tokens", v, e),
         layers=tuple(make_layer(i) for i in range(config.num_layers)),
-        norm=RMSNorm("model.norm", e, config.norm_eps),
+        norm=norm or RMSNorm("model.norm", e, config.norm_eps),
         head=None if config.tie_word_embeddings else Linear("lm_head", e, v),
     )
 

@@ -41,10 +41,8 @@ class Config(ModelConfig):
 
 def network(config: Config) -> Network:
     """The layers of one config."""
-    return replace(
-        llama.stack(config, lambda i: layer(config, i)),
-        norm=LayerNorm("model.norm", config.hidden_size, config.norm_eps),
-    )
+    norm = LayerNorm("model.norm", config.hidden_size, config.norm_eps)
+    return llama.stack(config, lambda i: layer(config, i), norm)
 
 
 def layer(config: Config, i: int) -> Part:

@@ -6,7 +6,7 @@ It has layer norms and biases throughout.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from funcrt.config import ModelConfig
@@ -43,10 +43,8 @@ class Config(ModelConfig):
 
 def network(config: Config) -> Network:
     """The layers of one config."""
-    return replace(
-        llama.stack(config, lambda i: layer(config, i)),
-        norm=LayerNorm("model.norm", config.hidden_size, config.norm_eps),
-    )
+    norm = LayerNorm("model.norm", config.hidden_size, config.norm_eps)
+    return llama.stack(config, lambda i: layer(config, i), norm)
 
 
 def layer(config: Config, i: int) -> PreNorm:
