@@ -78,7 +78,14 @@ def test_what_a_config_leaves_out_is_filled_in_as_transformers_does(model_type: 
 def test_transformers_5_spells_the_experts_of_qwen3_otherwise() -> None:
     config = {key: value for key, value in QWEN3.items() if key != "num_experts"}
     assert read_config({**config, "num_local_experts": 6}) == read_config(QWEN3)
-    assert read_config(config).num_experts == 128  # type: ignore[attr-defined]
+    assert read_config(config).num_experts == 128
+
+
+def test_keys_of_published_models_that_mean_nothing() -> None:
+    coder = {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True}
+    assert read_config({**QWEN3, **coder}) == read_config(QWEN3)
+    noise = {"router_jitter_noise": 0.1}
+    assert read_config({**MIXTRAL, **noise}) == read_config(MIXTRAL)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +109,7 @@ def test_windows(config: dict[str, Any], changes: Any, windows: list[int | None]
     if config is GPT_OSS:
         del changed["max_window_layers"]
     read = read_config(changed)
-    assert [read.window(i) for i in range(4)] == windows  # type: ignore[attr-defined]
+    assert [read.window(i) for i in range(4)] == windows
 
 
 @pytest.mark.parametrize(
@@ -120,6 +127,8 @@ def test_windows(config: dict[str, Any], changes: Any, windows: list[int | None]
         (QWEN2, {"decoder_sparse_step": 0}, "decoder_sparse_step: expected a positive"),
         (QWEN2, {"norm_topk_prob": "yes"}, "norm_topk_prob: expected true or false"),
         (QWEN3, {"scoring_func": "sigmoid"}, "unknown: scoring_func"),
+        (QWEN3, {"use_qk_norm": False}, "use_qk_norm=False is not supported"),
+        (QWEN3, {"qkv_bias": True}, "qkv_bias=True is not supported"),
         (GPT_OSS, {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         (GPT_OSS, {"layer_types": ["full_attention"]}, "layer_types: expected 2 entries"),
         (GPT_OSS, {"sliding_window": None}, "no sliding_window"),

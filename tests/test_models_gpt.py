@@ -91,6 +91,30 @@ def test_gpt2_may_have_another_width_inside() -> None:
     assert read_config({**GPT2, "n_inner": 48}).intermediate_size == 48
 
 
+def test_gpt2_under_the_names_of_other_families() -> None:
+    config = {key: value for key, value in GPT2.items() if not key.startswith("n_")}
+    other = {
+        "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2,
+        "max_position_embeddings": 544,
+    }  # fmt: skip
+    assert read_config({**config, **other}) == read_config(GPT2)
+    assert read_config({**GPT2, **other}) == read_config(GPT2)
+
+
+def test_keys_of_published_gpts_that_mean_nothing() -> None:
+    gpt2 = {
+        "_num_labels": 1, "n_special": 0, "output_past": True, "predict_special_tokens": True,
+        "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+        "gradient_checkpointing": False, "reorder_and_upcast_attn": True,
+    }  # fmt: skip
+    assert read_config({**GPT2, **gpt2}) == read_config(GPT2)
+    neox = {
+        "attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0, "classifier_dropout": 0.1,
+        "custom_pipelines": {"text-generation": {"impl": "a.py"}}, "is_decoder": True,
+    }  # fmt: skip
+    assert read_config({**NEOX, **neox}) == read_config(NEOX)
+
+
 @pytest.mark.parametrize(
     "spelled",
     [
@@ -150,7 +174,10 @@ def test_fast_gelu_is_the_tanh_form() -> None:
         (GPT2, {"n_embd": None}, "no 'n_embd'"),
         (GPT2, {"n_positions": 0}, "max_positions: expected a positive"),
         (GPT2, {"n_layer": "2"}, "n_layer: expected a whole number"),
-        (GPT2, {"hidden_size": 32}, "unknown: hidden_size"),
+        (GPT2, {"hidden_size": 64}, "n_embd=32 and hidden_size=64; keep one"),
+        (GPT2, {"n_inner": "48"}, "n_inner: expected a whole number"),
+        (GPT2, {"num_key_value_heads": 3}, "must be a multiple"),
+        (GPT2, {"attention_bias": False}, "attention_bias=False is not supported"),
         (GPT2, {"sliding_window": 8}, "sliding_window=8 is not supported"),
         (NEOX, {"rotary_pct": 0.4}, "must be even .* of which 3 turn"),
         (NEOX, {"rotary_pct": 1.5}, "partial_rotary_factor: expected above 0 and at most 1"),

@@ -8,12 +8,19 @@ from typing import Any, ClassVar
 
 from funcrt import ops
 from funcrt.config import ModelConfig, setting
-from funcrt.errors import CacheError
+from funcrt.errors import CacheError, ConfigError
 from funcrt.layers import MLP, Attention, Embedding, LayerNorm, Linear, Network, Part, PreNorm, Run
 from funcrt.params import ParamSpec, quantization_of
 
 import mlx.core as mx
 
+# What transformers takes for its own keys too.
+_ALSO = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
 _ABSENT = ("attention_bias", "mlp_bias", "rope_parameters", "rope_scaling", "rope_theta")
 
 
@@ -22,16 +29,17 @@ class Config(ModelConfig):
     """A GPT-2, as its first config.json spelled things."""
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
-        "n_positions": 1024, "layer_norm_epsilon": 1e-5, "eos_token_id": 50256,
+        "layer_norm_epsilon": 1e-5, "eos_token_id": 50256,
     }  # fmt: skip
     FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "add_cross_attention": (None, False),
         **dict.fromkeys(_ABSENT, (None,)),
     }
-    # Of training, of heads that classify, of numerics; n_ctx repeats n_positions.
+    # Of training, of heads that classify, of numerics, of first versions; n_ctx is n_positions.
     HARMLESS: ClassVar[frozenset[str]] = frozenset({
-        "attn_pdrop", "embd_pdrop", "gradient_checkpointing", "n_ctx", "reorder_and_upcast_attn",
-        "resid_pdrop", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
+        "_num_labels", "attn_pdrop", "embd_pdrop", "gradient_checkpointing", "n_ctx", "n_special",
+        "output_past", "predict_special_tokens", "reorder_and_upcast_attn", "resid_pdrop",
+        "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
         "summary_type", "summary_use_proj", "task_specific_params",
     })  # fmt: skip
 
@@ -48,6 +56,13 @@ class Config(ModelConfig):
 
     @classmethod
     def fill(cls, hf: dict[str, Any]) -> dict[str, Any]:
+        for other, key in _ALSO.items():
+            value = hf.pop(other, hf.get(key))
+            if hf.get(key) not in (None, value):
+                raise ConfigError(f"config has {key}={hf[key]!r} and {other}={value!r}; keep one")
+            hf[key] = value
+        if hf["n_positions"] is None:
+            hf["n_positions"] = 1024
         hf = super().fill(hf)
         if hf.get("n_inner") is None and hf.get("n_embd") is not None:
             hf["n_inner"] = 4 * hf["n_embd"]

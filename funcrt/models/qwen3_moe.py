@@ -20,6 +20,12 @@ class Config(qwen3.Config, SparseConfig):
         "num_key_value_heads": 4, "head_dim": None, "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
     }  # fmt: skip
+    # Keys of other models that some files have beside their own.
+    FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **qwen3.Config.FIXED,
+        "qkv_bias": (None, False), "use_qk_norm": (None, True),
+        "shared_expert_intermediate_size": (None, 0),
+    }  # fmt: skip
 
     @classmethod
     def fill(cls, hf: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from typing import Any
 
 EXTRA: dict[str, dict[str, dict[str, Any]]] = {
     "gpt2": {"scaled by layer": {"scale_attn_by_inverse_layer_idx": True}},
-    "gpt_neox": {"in turn": {"use_parallel_residual": False}},
 }
 
 # Of heads that classify; n_ctx is what n_positions says.
