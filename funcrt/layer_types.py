@@ -82,3 +82,17 @@ class MixedConfig(LayeredConfig):
     def slides(cls, hf: Mapping[str, Any], layer: int) -> bool:
         """Whether a layer has a window in a config.json without `layer_types`."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwitchedConfig(MixedConfig):
+    """A model whose window is in use only where `use_sliding_window` says so."""
+
+    use_sliding_window: bool = setting("use_sliding_window", False)
+
+    @classmethod
+    def fill(cls, hf: dict[str, Any]) -> dict[str, Any]:
+        """See `LayeredConfig`. A window that is not in use is none."""
+        if not hf.get("use_sliding_window"):
+            hf["sliding_window"] = None
+        return super().fill(hf)

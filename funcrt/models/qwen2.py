@@ -11,33 +11,25 @@ from typing import Any, ClassVar
 
 from funcrt.config import ModelConfig
 from funcrt.fields import setting
-from funcrt.layer_types import MixedConfig
+from funcrt.layer_types import SwitchedConfig
 from funcrt.layers import Attention, Linear, Network
 from funcrt.models import llama
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(MixedConfig):
+class Config(SwitchedConfig):
     """A Qwen2; layers from `max_window_layers` on have the window if `use_sliding_window`."""
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
         "num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096,
-        "use_sliding_window": False, "max_window_layers": 28,
+        "max_window_layers": 28,
     }  # fmt: skip
     FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **ModelConfig.FIXED, "attention_bias": (None, True), "mlp_bias": (None, False),
     }  # fmt: skip
 
     attention_bias: bool = setting("attention_bias", True)  # but for the output
-    use_sliding_window: bool = setting("use_sliding_window", False)
     max_window_layers: int = setting("max_window_layers", 28, least=0)
-
-    @classmethod
-    def fill(cls, hf: dict[str, Any]) -> dict[str, Any]:
-        """See `MixedConfig`. A window that is not in use is none."""
-        if not hf["use_sliding_window"]:
-            hf["sliding_window"] = None
-        return super().fill(hf)
 
     @classmethod
     def slides(cls, hf: Mapping[str, Any], layer: int) -> bool:

@@ -11,24 +11,23 @@ from typing import Any, ClassVar
 
 from funcrt.errors import ConfigError
 from funcrt.fields import setting
-from funcrt.layer_types import MixedConfig
+from funcrt.layer_types import SwitchedConfig
 from funcrt.layers import Attention, Network
 from funcrt.models import llama
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(MixedConfig):
-    """A SmolLM3.
+class Config(SwitchedConfig):
+    """A SmolLM3; layers that do not turn have the window if `use_sliding_window`.
 
     Attributes:
         no_rope_layers: for every layer whether it turns, 1 or 0 (the name says the contrary).
-        use_sliding_window: whether layers that do not turn have the window.
     """
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
         "architectures": ("SmolLM3ForCausalLM",), "num_key_value_heads": 4,
         "max_position_embeddings": 32768, "tie_word_embeddings": True, "eos_token_id": 128001,
-        "use_sliding_window": False, "sliding_window": None, "no_rope_layer_interval": 4,
+        "no_rope_layer_interval": 4,
     }  # fmt: skip
     FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     HARMLESS: ClassVar[frozenset[str]] = frozenset(
@@ -37,7 +36,6 @@ class Config(MixedConfig):
     ROPE_DEFAULTS: ClassVar[Mapping[str, Any]] = {"rope_theta": 2000000.0}
 
     no_rope_layers: tuple[int, ...] = setting("no_rope_layers")
-    use_sliding_window: bool = setting("use_sliding_window", False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,12 +47,10 @@ class Config(MixedConfig):
 
     @classmethod
     def fill(cls, hf: dict[str, Any]) -> dict[str, Any]:
-        """See `MixedConfig`. Without a list, every `no_rope_layer_interval`th layer stays."""
+        """See `SwitchedConfig`. Without a list, every `no_rope_layer_interval`th layer stays."""
         count, interval = hf.get("num_hidden_layers"), hf["no_rope_layer_interval"]
         if hf.get("no_rope_layers") is None and isinstance(count, int):
             hf["no_rope_layers"] = [int((i + 1) % interval != 0) for i in range(count)]
-        if not hf["use_sliding_window"]:
-            hf["sliding_window"] = None
         return super().fill(hf)
 
     @classmethod
