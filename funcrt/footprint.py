@@ -105,6 +105,7 @@ class Footprint:
             return (_DRAWN if "temperature" in signature.inputs else _RANKED) * logits
         queries, keys = (heads * self.head_dim for heads in (self.num_heads, self.num_kv_heads))
         values = 11 * self.hidden_size + 6 * self.intermediate_size + 11 * queries + 9 * keys
+        values += 3 * self.num_heads * self._latent_width()
         activations = places * values * self.value_bytes
         scores = places * 2 * self.num_heads * self._columns(capacity) * self.value_bytes
         layers = scores + places * 3 * capacity + activations + logits
@@ -124,6 +125,11 @@ class Footprint:
         settings = batch * self.vocab_size * 8  # bias and history
         call = max(self.call(batch, t, capacity) for t in {1, tokens})
         return self.weights + 2 * self.state(batch, capacity) + settings + call
+
+    def _latent_width(self) -> int:
+        """C, where queries and results of all heads are as wide as what the cache keeps; or 0."""
+        kept = [entry for entry in self.cache_spec if entry.kind == "latent"]
+        return max((int(entry.shape[-1]) for entry in kept), default=0)
 
     def _columns(self, capacity: int) -> int:
         """Slots of the layer that looks at most of them."""

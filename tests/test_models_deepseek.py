@@ -1,129 +1,23 @@
-"""DeepSeek's families beside the checklist: absorbing a matrix, and what their configs say."""
+"""DeepSeek's families and their relatives, beside the checklist: what their configs say."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import converters
-from funcrt import cache, masks
 from funcrt.errors import ConfigError
-from funcrt.layers import Linear, RMSNorm, Run, Stacked
-from funcrt.layers.latent import LatentAttention
 from funcrt.models import read_config
-from funcrt.params import FLOATS, Params
-from funcrt.rope import RopeConfig
+from funcrt.params import Params
 from tests.families.cases import Case, run_plain
-from tests.helpers import ROUNDING, TOLERANCE, Array, relative_error, to_numpy
+from tests.helpers import TOLERANCE, relative_error
 from tests.reference.golden import family_folder
 
 import mlx.core as mx
-import numpy as np
 import pytest
 
-E, H, D, R, V, C, T = 64, 4, 32, 16, 32, 64, 48
-QUERY, LATENT = Linear("q", E, H * (D + R)), Linear("kv", E, C + R)
-PART = LatentAttention(
-    layer=0, heads=H, head_dim=D, rope_dim=R, value_dim=V, rank=C,
-    down=Stacked("qkv", (QUERY, LATENT)), query=None, latent_norm=RMSNorm("norm", C, 1e-6),
-    up=Linear("up", C, H * (D + V)), out=Linear("out", H * V, E), scale=(D + R) ** -0.5,
-    rope=RopeConfig(interleaved=True),
-)  # fmt: skip
-UP = "up.weight"
-
-
-def make_params(seed: int = 0) -> Params:
-    """Scores are large enough for attention to be peaked."""
-    rng, params = np.random.default_rng(seed), Params()
-    for name, shape in {k: s for part in PART.walk() for k, s in part.tensors().items()}.items():
-        around, spread = (1, 0.2) if len(shape) == 1 else (0, 2 / np.sqrt(shape[1]))
-        params[name] = mx.array(rng.normal(around, spread, shape).astype(np.float32))
-    return params
-
-
-def make_inputs(seed: int = 1) -> mx.array:
-    return mx.array(np.random.default_rng(seed).normal(size=(1, T, E)).astype(np.float32))
-
-
-def absorbed(params: Params, x: mx.array) -> mx.array:
-    dtype = str(x.dtype).rpartition(".")[2]
-    spec = (*cache.row_entries(cache.FULL), *PART.entries(dtype, cache.FULL))
-    state = cache.init_cache(spec, 1, T + 1)
-    mask = masks.causal(mx.ones((1, T), dtype=mx.int32), state["lengths"], T + 1)
-    return PART(Run(params, mask, state, None, x.dtype), x)
-
-
-def plain(params: Params, x: mx.array) -> mx.array:
-    """Keys and values of every head, as the paper writes them (§2.1.2)."""
-
-    def turn(heads: mx.array) -> mx.array:
-        return mx.fast.rope(heads, R, traditional=True, base=1e4, scale=1.0, offset=0)
-
-    q = (x @ params["q.weight"].T).reshape(1, T, H, -1).swapaxes(1, 2)
-    latent, k_rope = mx.split(x @ params["kv.weight"].T, [C], axis=-1)
-    latent = mx.fast.rms_norm(latent, params["norm.weight"], 1e-6)
-    up = (latent @ params[UP].T).reshape(1, T, H, -1).swapaxes(1, 2)
-    shared = mx.broadcast_to(turn(k_rope[:, None]), (1, H, T, R))
-    q = mx.concatenate([q[..., :D], turn(q[..., D:])], axis=-1)
-    scores = q @ mx.concatenate([up[..., :D], shared], axis=-1).swapaxes(-1, -2) * PART.scale
-    scores = mx.where(mx.arange(T) <= mx.arange(T)[:, None], scores, -mx.inf)
-    out = mx.softmax(scores, axis=-1, precise=True) @ up[..., D:]
-    return out.swapaxes(1, 2).reshape(1, T, -1) @ params["out.weight"].T
-
-
-def root_mean_square(array: Array) -> float:
-    return float(np.sqrt((array**2).mean()))
-
-
-def test_absorbed_is_plain():
-    params, x = make_params(), make_inputs()
-    assert relative_error(absorbed(params, x), plain(params, x)) < TOLERANCE
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_absorbed_rounds_as_plain(dtype: str):
-    """In 16 bits too, over several draws: of one, the largest error is left to chance."""
-    errors: dict[Callable[..., mx.array], list[float]] = {absorbed: [], plain: []}
-    for seed in range(4):
-        params = {name: array.astype(FLOATS[dtype]) for name, array in make_params(seed).items()}
-        x = make_inputs(seed + 9).astype(FLOATS[dtype])
-        exact = to_numpy(
-            plain({name: a.astype(mx.float32) for name, a in params.items()}, x.astype(mx.float32))
-        )
-        for form, found in errors.items():
-            out = form(params, x)
-            assert out.dtype == FLOATS[dtype]
-            found.append(root_mean_square(to_numpy(out) - exact) / root_mean_square(exact))
-    assert 1e-4 < np.mean(errors[absorbed]) < ROUNDING * np.mean(errors[plain])
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_packed_matrix_is_absorbed(bits: int):
-    params, x = make_params(), make_inputs()
-    parts = mx.quantize(params[UP], group_size=32, bits=bits)
-    dense = {**params, UP: mx.dequantize(*parts, group_size=32, bits=bits)}
-    packed = dict(params) | dict(zip((UP, "up.scales", "up.biases"), parts, strict=True))
-    assert relative_error(absorbed(packed, x), plain(dense, x)) < TOLERANCE
-    assert relative_error(plain(dense, x), plain(params, x)) > 100 * TOLERANCE
-
-
-def test_gradients_go_through_absorbed():
-    params, x = make_params(), make_inputs()
-    ours, theirs = (
-        mx.grad(lambda p, form=form: mx.sum(mx.sin(form(p, x))))(params)
-        for form in (absorbed, plain)
-    )
-    for name, gradient in theirs.items():
-        assert relative_error(ours[name], gradient) < TOLERANCE, name
-
-
-# --- configs --------------------------------------------------------------------------------------
-
-SIZES = {
-    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
-}  # fmt: skip
+SIZES = {"vocab_size": 96, "intermediate_size": 64, "num_hidden_layers": 2}
 # What the configuration classes of transformers 5.24 fill in.
 FILLED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {
@@ -140,7 +34,45 @@ FILLED: dict[str, dict[str, Any]] = {
         "num_kv_heads": 128, "num_shared": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
         "qk_rope_head_dim": 64, "rope_interleave": True, "routed_scale": 2.5, "v_head_dim": 128,
     },
+    "dots1": {
+        "dense_layers": 0, "head_dim": 4, "kept_groups": 1, "layer_types": ("full_attention",) * 2,
+        "max_positions": 2048, "max_window_layers": 62, "norm_eps": 1e-6, "normalize": False,
+        "num_groups": 1, "num_kv_heads": 32, "num_shared": None, "routed_scale": 1.0,
+        "sliding_window": 4096,
+    },
+    "glm4_moe": {
+        "dense_layers": 1, "expert_size": 1408, "head_dim": 4, "kept_groups": 1,
+        "max_positions": 131072, "norm_eps": 1e-5, "normalize": True, "num_ahead": 1,
+        "num_chosen": 8, "num_experts": 128, "num_groups": 1, "num_kv_heads": 8, "num_shared": 1,
+        "routed_scale": 1.0, "use_qk_norm": False,
+    },
+    "glm4_moe_lite": {
+        "dense_layers": 1, "expert_size": 1536, "kept_groups": 1, "kv_lora_rank": 512,
+        "max_positions": 202752, "norm_eps": 1e-5, "normalize": True, "num_chosen": 4,
+        "num_experts": 64, "num_groups": 1, "num_shared": 1, "q_lora_rank": 768,
+        "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "rope_interleave": True,
+        "routed_scale": 1.8, "v_head_dim": 256,
+    },
+    "minicpm3": {
+        "dim_model_base": 256, "kv_lora_rank": 256, "max_positions": 32768, "norm_eps": 1e-5,
+        "q_lora_rank": 768, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "scale_depth": 1.4,
+        "scale_emb": 12.0, "tie_word_embeddings": True, "v_head_dim": 4,
+    },
+    "youtu": {
+        "kv_lora_rank": 512, "max_positions": 131072, "norm_eps": 1e-6, "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rope_interleave": True,
+        "tie_word_embeddings": True, "v_head_dim": 128,
+    },
 }  # fmt: skip
+HEADS = {"deepseek_v2": 128, "deepseek_v3": 128, "glm4_moe_lite": 20, "minicpm3": 40}
+GIVEN = {
+    "deepseek_v2": {"num_experts_per_tok": 8},
+    "dots1": {"num_experts_per_tok": 8, "n_routed_experts": 16},
+}
+CASES = [
+    "deepseek_v2", "deepseek_v2-lite", "deepseek_v3", "dots1", "glm4_moe", "glm4_moe_lite",
+    "minicpm3", "youtu",
+]  # fmt: skip
 
 
 def published(case: str, **changes: Any) -> dict[str, Any]:
@@ -149,13 +81,16 @@ def published(case: str, **changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("model_type", FILLED)
 def test_defaults_are_those_of_transformers(model_type: str):
-    hf = {"model_type": model_type, "num_attention_heads": 128, "num_experts_per_tok": 8, **SIZES}
-    config = read_config(hf)
+    heads = HEADS.get(model_type, 16)
+    sizes = {**SIZES, "hidden_size": 4 * heads, "num_attention_heads": heads}
+    if model_type in ("dots1", "glm4_moe"):
+        sizes |= {"num_attention_heads": 32, "hidden_size": 128}
+    config = read_config({"model_type": model_type, **sizes, **GIVEN.get(model_type, {})})
     assert {name: getattr(config, name) for name in FILLED[model_type]} == FILLED[model_type]
     assert config.rope.theta == 10000.0
 
 
-@pytest.mark.parametrize("case", ["deepseek_v2", "deepseek_v2-lite", "deepseek_v3"])
+@pytest.mark.parametrize("case", CASES)
 def test_config_is_written_back(case: str):
     config = read_config(published(case))
     assert read_config(config.to_hf()) == config
@@ -184,11 +119,33 @@ def test_config_is_written_back(case: str):
         ("deepseek_v3", {"topk_group": 3}, "in 3 of 2 groups"),
         ("deepseek_v3", {"mlp_bias": True}, "mlp_bias=True"),
         ("deepseek_v3", {"routed_scaling_factor": True}, "a finite number"),
+        ("dots1", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
+        ("dots1", {"layer_types": ["full_attention"] * 2}, "layer_types: expected 3 entries"),
+        ("dots1", {"moe_layer_freq": 2}, "moe_layer_freq=2"),
+        ("glm4_moe", {"n_routed_experts": None}, "no 'n_routed_experts'"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense"]}, "'dense' for some first"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "'dense' for some first"),
+        ("minicpm3", {"v_head_dim": 2.5}, "v_head_dim: expected a whole number"),
+        ("minicpm3", {"mlp_bias": True}, "mlp_bias=True"),
+        ("youtu", {"num_key_value_heads": 2}, "expected as many as num_attention_heads"),
     ],
 )
 def test_config_is_refused(case: str, changes: dict[str, Any], said: str):
     with pytest.raises(ConfigError, match=said):
         read_config(published(case, **changes))
+
+
+def test_nulls_of_minicpm3_are_factors_of_one():
+    config = read_config(published("minicpm3", dim_model_base=None, scale_depth=None))
+    assert config.dim_model_base == config.hidden_size
+    assert config.scale_depth == config.num_layers**0.5
+
+
+def test_lists_of_dense_layers_are_read():
+    kinds = ["dense", "dense", "sparse"]
+    config = read_config(published("glm4_moe_lite", num_hidden_layers=3, mlp_layer_types=kinds))
+    assert [config.is_sparse(i) for i in range(3)] == [False, False, True]
+    assert config.to_hf()["mlp_layer_types"] == kinds
 
 
 def test_what_corrects_routing_stays_exact():

@@ -70,7 +70,7 @@ class ExpertsConfig(ModelConfig):
     sparse_every: int = setting("moe_layer_freq", 1)
     expert_size: int = setting("moe_intermediate_size")
     num_experts: int = setting("n_routed_experts")
-    num_shared: int | None = setting("n_shared_experts", least=0)
+    num_shared: int | None = setting("n_shared_experts", None, least=0)
     num_chosen: int = setting("num_experts_per_tok")
     num_groups: int | None = setting("n_group", None)
     kept_groups: int | None = setting("topk_group", None)
