@@ -23,9 +23,8 @@ from tests.random_families import (
 import mlx.core as mx
 import pytest
 
-MIXTRAL, QWEN2, QWEN3, GPT_OSS = (
-    config_of(name) for name in ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
-)
+TYPES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "granitemoe")
+MIXTRAL, QWEN2, QWEN3, GPT_OSS, GRANITE = map(config_of, TYPES)
 needs_mlx_lm = pytest.mark.skipif(
     importlib.util.find_spec("mlx_lm") is None, reason="compares with mlx-lm"
 )
@@ -70,7 +69,7 @@ def test_gpt_oss_as_mlx_lm_has_it(tmp_path: Path) -> None:
 # --- configs --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("model_type", TYPES)
 def test_what_a_config_leaves_out_is_filled_in_as_transformers_does(model_type: str) -> None:
     assert_filled_in(model_type)
 
@@ -129,6 +128,8 @@ def test_windows(config: dict[str, Any], changes: Any, windows: list[int | None]
         (QWEN3, {"scoring_func": "sigmoid"}, "unknown: scoring_func"),
         (QWEN3, {"use_qk_norm": False}, "use_qk_norm=False is not supported"),
         (QWEN3, {"qkv_bias": True}, "qkv_bias=True is not supported"),
+        (GRANITE, {"logits_scaling": 0.0}, "logits_scaling: expected other than 0"),
+        (GRANITE, {"num_experts_per_tok": 7}, "num_experts_per_tok: expected at most 6"),
         (GPT_OSS, {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         (GPT_OSS, {"layer_types": ["full_attention"]}, "layer_types: expected 2 entries"),
         (GPT_OSS, {"sliding_window": None}, "no sliding_window"),
@@ -158,6 +159,7 @@ def test_what_cannot_be_computed_is_named(
         {**QWEN3, "use_sliding_window": True, "sliding_window": 8, "mlp_only_layers": None},
         GPT_OSS,
         {**GPT_OSS, "swiglu_alpha": 1.5, "layer_types": None},
+        GRANITE,
     ],
 )
 def test_a_written_config_reads_the_same(config: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from funcrt.routing import Route
 import mlx.core as mx
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Experts(Part):
     """X gated MLPs, `down(act(gate(x)) * up(x))`, stored one by one; see `StackedExperts`.
 
@@ -88,7 +88,7 @@ class Experts(Part):
         }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class StackedExperts(Experts):
     """The same, stored as the stacks themselves: `name.gate_up_proj`, `name.down_proj`."""
 

@@ -109,12 +109,7 @@ def moe(config: Config, i: int) -> MoE:
         router=Linear(f"{name}.router", e, x, bias=True),
         rule=partial(route_top_softmax, count=config.experts_per_token),
         experts=ClampedExperts(
-            name=f"{name}.experts",
-            count=x,
-            width=e,
-            inner=config.intermediate_size,
-            act=config.hidden_act,
-            alpha=config.swiglu_alpha,
-            limit=config.swiglu_limit,
+            f"{name}.experts", x, e, config.intermediate_size, config.hidden_act,
+            alpha=config.swiglu_alpha, limit=config.swiglu_limit,
         ),
-    )
+    )  # fmt: skip

@@ -40,11 +40,6 @@ def moe(config: Config, i: int) -> MoE:
         router=Linear(f"{name}.gate", e, x),
         rule=partial(route_softmax, count=config.experts_per_token, normalize=True),
         experts=Experts(
-            name=f"{name}.experts",
-            count=x,
-            width=e,
-            inner=config.intermediate_size,
-            act=config.hidden_act,
-            projections=("w1", "w3", "w2"),
+            f"{name}.experts", x, e, config.intermediate_size, config.hidden_act, ("w1", "w3", "w2")
         ),
     )

@@ -91,11 +91,5 @@ def moe(config: SparseConfig, i: int) -> MoE | None:
         rule=partial(
             route_softmax, count=config.experts_per_token, normalize=config.norm_topk_prob
         ),
-        experts=Experts(
-            name=f"{name}.experts",
-            count=x,
-            width=e,
-            inner=config.moe_intermediate_size,
-            act=config.hidden_act,
-        ),
+        experts=Experts(f"{name}.experts", x, e, config.moe_intermediate_size, config.hidden_act),
     )

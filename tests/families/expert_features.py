@@ -13,6 +13,7 @@ _QWEN = {*_TRAINING, "max_window_layers", "use_sliding_window"}
 _FAST = "rope_scaling.beta_fast"  # of so few planes, only slower turns reach another
 
 EXTRA: dict[str, dict[str, dict[str, Any]]] = {
+    "granitemoe": _ONE,
     "mixtral": _ONE,
     "mixtral-window": {"without a window": {"sliding_window": None}},
     "qwen2_moe": {**_ONE, **_WINDOW},
@@ -28,6 +29,7 @@ EXTRA: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 IDLE: dict[str, set[str]] = {
+    "granitemoe": _TRAINING,
     "mixtral": _TRAINING,
     "qwen2_moe": _QWEN,
     "qwen3_moe": _QWEN,
