@@ -224,7 +224,7 @@ class ModelConfig:
             "model_type": self.model_type,
             "eos_token_id": list(self.eos_token_ids) or None,
             "pad_token_id": None,  # transformers may fill in one past a smaller vocabulary
-            **self.rope.to_hf(),
+            **self.rope.to_hf(self.PARTIAL_ROTARY),
         }
 
     def to_dict(self) -> dict[str, Any]:

@@ -140,9 +140,12 @@ class RopeConfig:
                     f"got {count}"
                 )
 
-    def to_hf(self) -> dict[str, Any]:
-        """The older spelling, which both mlx-lm and transformers read."""
-        share = {} if self.partial == 1.0 else {"partial_rotary_factor": self.partial}
+    def to_hf(self, partial: bool = False) -> dict[str, Any]:
+        """The older spelling, which both mlx-lm and transformers read.
+
+        `partial` is as in `from_hf`: such models may fill in less than whole heads.
+        """
+        share = {"partial_rotary_factor": self.partial} if partial else {}
         if self.kind == "default":
             return {"rope_theta": self.theta, "rope_scaling": None, **share}
         values = {key: getattr(self, key) for key in sorted(_KEYS[self.kind])}

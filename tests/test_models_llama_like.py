@@ -159,6 +159,17 @@ def test_a_config_is_written_so_that_it_reads_the_same(case: str) -> None:
     assert type(config).from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.25])
+@pytest.mark.parametrize("case", ["phi3", "stablelm", "glm4", "gpt_neox"])
+def test_shares_of_heads_are_written_whatever_is_filled_in_for_none(
+    case: str, share: float
+) -> None:
+    key = "rotary_pct" if case == "gpt_neox" else "partial_rotary_factor"
+    config = read_config(published(case, **{key: share, "head_dim": 16}))
+    assert read_config(config.to_hf()) == config
+    assert config.rope.partial == share
+
+
 @pytest.mark.skipif(importlib.util.find_spec("mlx_lm") is None, reason="mlx-lm is not installed")
 @pytest.mark.parametrize("case", ["phi3-longrope", "granite", "smollm3", "stablelm-parallel"])
 def test_mlx_lm_reads_what_is_written(case: str, tmp_path: Any) -> None:
