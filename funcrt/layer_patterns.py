@@ -31,7 +31,7 @@ class PatternConfig(MixedConfig):
             pattern = hf.pop(key, None)
             if pattern is None or not isinstance(types, Sequence):
                 continue
-            if list(types) != repeat(key, pattern, len(types)):
+            if list(types) != _repeat(key, pattern, len(types)):
                 raise ConfigError(
                     f"config {key}={pattern!r} does not fit the layer_types {list(types)}; "
                     "keep the one that the weights were trained with"
@@ -43,32 +43,36 @@ class PatternConfig(MixedConfig):
         """See `MixedConfig`."""
         for key in cls.PATTERN_KEYS[:1]:
             if hf.get(key) is not None:
-                return repeat(key, hf[key], layer + 1)[layer] == SLIDING
-        return repeat("", cls.PATTERN, layer + 1)[layer] == SLIDING
+                return has_window(key, hf[key], layer)
+        return has_window("", cls.PATTERN, layer)
 
     @property
     def period(self) -> int | None:
         """The n of which every n-th layer sees everything, or None if it is not so."""
-        counts = range(1, self.num_layers + 2)
-        fits = (n for n in counts if repeat("", n, self.num_layers) == list(self.layer_types))
-        return next(fits, None)
+        types = list(self.layer_types)
+        n = types.index(FULL) + 1 if FULL in types else len(types) + 1
+        return n if types == _repeat("", n, len(types)) else None
 
 
-def repeat(key: str, pattern: int | str, count: int) -> list[str]:
-    """The types of `count` layers.
+def has_window(key: str, pattern: int | str, layer: int) -> bool:
+    """Whether a layer has a window.
 
     Args:
         key: of config.json, for the error.
         pattern: n, where every n-th layer sees everything; or a letter for each layer of a period,
             L for those with a window, G for those without.
-        count: how many.
+        layer: its number.
 
     Raises ConfigError for anything else.
     """
     if isinstance(pattern, str) and pattern and set(pattern) <= set("LG"):
-        return [SLIDING if pattern[i % len(pattern)] == "L" else FULL for i in range(count)]
+        return pattern[layer % len(pattern)] == "L"
     if isinstance(pattern, int) and not isinstance(pattern, bool) and pattern > 0:
-        return [FULL if (i + 1) % pattern == 0 else SLIDING for i in range(count)]
+        return (layer + 1) % pattern != 0
     raise ConfigError(
         f"config {key}: expected a positive whole number, or the letters L and G, got {pattern!r}"
     )
+
+
+def _repeat(key: str, pattern: int | str, count: int) -> list[str]:
+    return [SLIDING if has_window(key, pattern, i) else FULL for i in range(count)]

@@ -11,6 +11,7 @@ from funcrt.errors import ConfigError
 from funcrt.fields import setting
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+MOST_LAYERS = 1 << 16  # what nobody has; listing the types of 1 << 31 would take minutes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,7 @@ class LayeredConfig(ModelConfig):
         """See `ModelConfig`; `layer_types` too."""
         hf = super().fill(hf)
         count = hf.get("num_hidden_layers")
-        if hf.get("layer_types") is None and isinstance(count, int):
+        if hf.get("layer_types") is None and isinstance(count, int) and count <= MOST_LAYERS:
             hf["layer_types"] = [cls.layer_type(hf, i) for i in range(count)]
         return hf
 
