@@ -5,7 +5,7 @@ Queries and keys are normed by head before they turn.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -78,8 +78,8 @@ class Config(LayeredConfig):
             if hf.get(old) is not None:
                 hf[key] = hf.pop(old)
         hf = super().fill(hf)
-        full, types = hf.pop("full_attn_idxs", None), hf.get("layer_types") or ()
-        if full is not None and sorted(full) != [i for i, kind in enumerate(types) if kind == FULL]:
+        full, types = hf.pop("full_attn_idxs", None), hf.get("layer_types")
+        if full is not None and types is not None and sorted(full) != _attending(types):
             raise ConfigError(
                 f"config full_attn_idxs={full!r} and the layer_types {list(types)} disagree; "
                 "keep the one the weights were trained with"
@@ -93,6 +93,10 @@ class Config(LayeredConfig):
 
     def to_hf(self) -> dict[str, Any]:
         return {**super().to_hf(), "block_dim": self.hidden_size}
+
+
+def _attending(types: Sequence[str]) -> list[int]:
+    return [layer for layer, kind in enumerate(types) if kind == FULL]
 
 
 def network(config: Config) -> Network:
