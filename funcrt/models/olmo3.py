@@ -14,6 +14,8 @@ from funcrt.layers import Network, Part
 from funcrt.local_rope import LocalRopeConfig
 from funcrt.models import llama, olmo2
 
+THETA = 500000.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config(LocalRopeConfig):
@@ -21,27 +23,27 @@ class Config(LocalRopeConfig):
 
     DEFAULTS: ClassVar[dict[str, Any]] = {**olmo2.Config.DEFAULTS, "sliding_window": 4096}
     FIXED: ClassVar[dict[str, tuple[Any, ...]]] = olmo2.Config.FIXED
-    ROPE_DEFAULTS: ClassVar[dict[str, Any]] = {"rope_theta": 500000.0}
+    ROPE_DEFAULTS: ClassVar[dict[str, Any]] = {"rope_theta": THETA}
     PATTERN: ClassVar[int] = 4
 
     @classmethod
     def local_theta(cls, hf: Mapping[str, Any]) -> Any:
         """See `LocalRopeConfig`."""
-        theta, default = hf.get("rope_theta"), cls.ROPE_DEFAULTS["rope_theta"]
-        if theta not in (None, default) and hf.get("rope_parameters") is None:
+        theta = hf.get("rope_theta")
+        if theta not in (None, THETA) and hf.get("rope_parameters") is None:
             # Older versions of transformers take it for all layers, newer ones for some.
             raise ConfigError(
-                f"config rope_theta={theta!r}: expected {default!r}, or rope_parameters that give "
+                f"config rope_theta={theta!r}: expected {THETA}, or rope_parameters that give "
                 "the base of each layer type"
             )
         return None
 
     def to_hf(self) -> dict[str, Any]:
-        """See `ModelConfig`. With two bases, mlx-lm cannot read it, and says so."""
+        """See `ModelConfig`. With other bases than that one, mlx-lm cannot read it, and says so."""
         hf = super().to_hf()
-        hf["rope_parameters"] = self.ropes_by_type()
-        if self.rope.theta != self.local_rope.theta:
-            del hf["rope_theta"]
+        if {self.rope.theta, self.local_rope.theta} != {THETA}:
+            del hf["rope_theta"], hf["rope_scaling"]
+            hf["rope_parameters"] = self.ropes_by_type()
         return hf
 
 
