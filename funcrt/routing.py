@@ -95,6 +95,24 @@ def route_sigmoid(
     return _weigh(weights, _best(among, count), scale, 1e-20 if normalize else None)
 
 
+def route_corrected_softmax(scores: mx.array, count: int, *, bias: mx.array, least: float) -> Route:
+    """Softmax over all experts that a bias corrects, for the choice only (ERNIE 4.5).
+
+    Args:
+        scores: the router's logits `[B, T, X]`.
+        count: k.
+        bias: `[X]` or `[1, X]`.
+        least: the k weights are divided by their sum, or by this if it is more.
+
+    Returns:
+        chosen `[B, T, k]` and weights float32 `[B, T, k]`.
+    """
+    weights = mx.softmax(scores.astype(mx.float32), axis=-1)
+    chosen = _best(weights + bias.astype(mx.float32), count)
+    weights = mx.take_along_axis(weights, chosen, axis=-1)
+    return chosen, weights / mx.maximum(mx.sum(weights, axis=-1, keepdims=True), least)
+
+
 def check_groups(experts: int, count: int, groups: int, kept: int, best: int) -> None:
     """Raise ConfigError unless `count` experts can be chosen within the `kept` best groups.
 

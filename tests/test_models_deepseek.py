@@ -40,6 +40,12 @@ FILLED: dict[str, dict[str, Any]] = {
         "num_groups": 1, "num_kv_heads": 32, "num_shared": None, "routed_scale": 1.0,
         "sliding_window": 4096,
     },
+    "ernie4_5_moe": {
+        "dense_layers": 1, "expert_size": 1536, "head_dim": 4, "last_sparse": 1,
+        "least_sum": 1e-12, "max_positions": 131072, "norm_eps": 1e-5, "num_chosen": 6,
+        "num_experts": 64, "num_kv_heads": 4, "num_shared": 2, "sparse_every": 1,
+        "tie_word_embeddings": True,
+    },
     "glm4_moe": {
         "dense_layers": 1, "expert_size": 1408, "head_dim": 4, "kept_groups": 1,
         "max_positions": 131072, "norm_eps": 1e-5, "normalize": True, "num_ahead": 1,
@@ -70,8 +76,8 @@ GIVEN = {
     "dots1": {"num_experts_per_tok": 8, "n_routed_experts": 16},
 }
 CASES = [
-    "deepseek_v2", "deepseek_v2-lite", "deepseek_v3", "dots1", "glm4_moe", "glm4_moe_lite",
-    "minicpm3", "youtu",
+    "deepseek_v2", "deepseek_v2-lite", "deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe",
+    "glm4_moe_lite", "minicpm3", "youtu",
 ]  # fmt: skip
 
 
@@ -87,7 +93,7 @@ def test_defaults_are_those_of_transformers(model_type: str):
         sizes |= {"num_attention_heads": 32, "hidden_size": 128}
     config = read_config({"model_type": model_type, **sizes, **GIVEN.get(model_type, {})})
     assert {name: getattr(config, name) for name in FILLED[model_type]} == FILLED[model_type]
-    assert config.rope.theta == 10000.0
+    assert config.rope.theta == (500000.0 if model_type == "ernie4_5_moe" else 10000.0)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -122,6 +128,10 @@ def test_config_is_written_back(case: str):
         ("dots1", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
         ("dots1", {"layer_types": ["full_attention"] * 2}, "layer_types: expected 3 entries"),
         ("dots1", {"moe_layer_freq": 2}, "moe_layer_freq=2"),
+        ("ernie4_5_moe", {"moe_gate_act": "sigmoid"}, "moe_gate_act='sigmoid'"),
+        ("ernie4_5_moe", {"use_bias": True}, "use_bias=True"),
+        ("ernie4_5_moe", {"n_group": 2}, "unknown: n_group"),
+        ("ernie4_5_moe", {"moe_layer_start_index": [1, 1]}, "moe_layer_start_index: expected"),
         ("glm4_moe", {"n_routed_experts": None}, "no 'n_routed_experts'"),
         ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense"]}, "'dense' for some first"),
         ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "'dense' for some first"),

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 EXPERTS, CHOSEN, GROUPS, KEPT, SCALE = 12, 3, 4, 2, 2.5
+LEAST = 0.5  # more than some sums of weights, less than others
 BIAS = np.random.default_rng(7).normal(0, 0.3, EXPERTS)
 Rule = Callable[[Any], tuple[mx.array, mx.array]]
 
@@ -62,6 +63,12 @@ def deepseek_v3(scores: Array, normalize: bool = True) -> tuple[list[int], Array
     return chosen, SCALE * weights[chosen] / total
 
 
+def ernie(scores: Array) -> tuple[list[int], Array]:
+    weights = softmax(scores)
+    chosen = best(weights + BIAS)
+    return chosen, weights[chosen] / max(weights[chosen].sum(), LEAST)
+
+
 grouped = {"groups": GROUPS, "kept": KEPT, "scale": SCALE}
 biased = partial(routing.route_sigmoid, count=CHOSEN, bias=mx.array(BIAS), **grouped)
 RULES: dict[str, tuple[Rule, Callable[[Array], tuple[list[int], Array]]]] = {
@@ -70,6 +77,12 @@ RULES: dict[str, tuple[Rule, Callable[[Array], tuple[list[int], Array]]]] = {
     "gpt_oss": (partial(routing.route_top_softmax, count=CHOSEN), gpt_oss),
     "deepseek_v2": (partial(routing.route_grouped_softmax, count=CHOSEN, **grouped), deepseek_v2),
     "deepseek_v3": (partial(biased, normalize=True), deepseek_v3),
+    "ernie": (
+        partial(
+            routing.route_corrected_softmax, count=CHOSEN, bias=mx.array(BIAS[None]), least=LEAST
+        ),
+        ernie,
+    ),
     "unnormed": (partial(biased, normalize=False), partial(deepseek_v3, normalize=False)),
 }
 every = pytest.mark.parametrize(("rule", "oracle"), RULES.values(), ids=RULES)

@@ -14,6 +14,10 @@ EXTRA: dict[str, dict[str, dict[str, Any]]] = {
         _FEW_PLANES: {_FEW_PLANES: 1},
         "halves": {"rope_interleave": False},
     },
+    "ernie4_5_moe": {
+        "divisor": {"moe_norm_min": 2.0},
+        "fewer layers": {"moe_layer_end_index": 1},
+    },
     "glm4_moe_lite": {"halves": {"rope_interleave": False}},
 }
 
@@ -22,8 +26,11 @@ IDLE: dict[str, set[str]] = {
     "deepseek_v2": {"aux_loss_alpha", "ep_size", "seq_aux", _FEW_PLANES},
     "deepseek_v2-lite": {"n_group", "topk_group"},  # chosen from all experts alike
     "deepseek_v3": {"ep_size", "num_nextn_predict_layers", _FEW_PLANES},
+    "ernie4_5_moe": {
+        "moe_capacity", "moe_layer_end_index", "moe_use_aux_free", "num_nextn_predict_layers",
+    },
     "glm4_moe": {"num_nextn_predict_layers"},
     "glm4_moe_lite": {"num_nextn_predict_layers"},
     "minicpm3": {"rope_scaling.long_factor"},  # the prompt is shorter
     "youtu": {"embedding_initializer_range"},
-}
+}  # fmt: skip

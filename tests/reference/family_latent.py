@@ -93,4 +93,21 @@ LATENT: dict[str, Case] = {
         off={**EXPERTS_OFF, **HALVES},
         ignored={"model.layers.47.eh_proj.weight": (32, 64)},
     ),
+    "ernie4_5_moe": Case(
+        make_config(
+            "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", attention_dropout=..., head_dim=16,
+            intermediate_size=32, moe_capacity=[6, 6, 6], moe_gate="topk",
+            moe_intermediate_size=32, moe_k=2, moe_layer_end_index=2, moe_layer_interval=1,
+            moe_layer_start_index=1, moe_num_experts=6, moe_num_shared_experts=1,
+            moe_use_aux_free=True, num_hidden_layers=3, num_nextn_predict_layers=1,
+            pad_token_id=0, rope_theta=20000.0, tie_word_embeddings=True, use_bias=False, **RMS,
+        ),
+        off={
+            **EPS_OFF,
+            **THETA,
+            "one expert": {"moe_k": 1},
+            "divisor": {"moe_norm_min": 2.0},
+        },
+        ignored={"model.mtp_linear_proj.0.weight": (32, 64)},
+    ),
 }  # fmt: skip
