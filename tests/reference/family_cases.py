@@ -97,6 +97,10 @@ Experts (shared ones are added unweighted unless it is said):
   (multi-token prediction) are not read.
 - glm4_moe: attention as qwen3 with use_qk_norm, halves, the first half of D; o has no bias.
 - dots1: attention as qwen3, experts as deepseek_v3; layers i >= max_window_layers have the window.
+- ernie4_5_moe: attention as ernie4_5; softmax in float32, + moe_statics.e_score_correction_bias
+  ([1, X]) chooses, weights without it divided by max(sum, moe_norm_min); layer i has experts if
+  (i + 1) % moe_layer_interval == 0 and it is from moe_layer_start_index to moe_layer_end_index (-1:
+  the last); use_bias puts none on experts, but one on the head.
 - glm4_moe_lite: deepseek_v3 in all, but mlp_layer_types says which layers are dense (by default the
   first); first_k_dense_replace is not read.
 - youtu: attention as deepseek_v3, all layers dense. minicpm3: attention as deepseek_v2 but with
