@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from funcrt.errors import ConfigError
-from funcrt.layers import Network, Part
+from funcrt.layers import Network
 from funcrt.local_rope import LocalRopeConfig
 from funcrt.models import llama, olmo2
 
@@ -52,7 +52,7 @@ def network(config: Config) -> Network:
     return llama.stack(config, lambda i: olmo2.layer(config, i, attention(config, i)))
 
 
-def attention(config: Config, i: int) -> Part:
+def attention(config: Config, i: int) -> olmo2.WideNormAttention:
     """Attention of one layer."""
     window = config.window(i)
     rope = config.rope if window is None else config.local_rope
