@@ -158,6 +158,14 @@ def test_lists_of_dense_layers_are_read():
     assert config.to_hf()["mlp_layer_types"] == kinds
 
 
+@pytest.mark.parametrize("layers", [2, 46, 92])
+def test_layers_that_guess_ahead_are_left_out(layers: int):
+    unused = read_config(published("glm4_moe", num_hidden_layers=layers)).unused_tensors()
+    assert f"model.layers.{layers}." in unused
+    assert all(int(prefix.split(".")[2]) >= layers for prefix in unused)
+    assert ("model.layers.46." in unused) == (layers <= 46)
+
+
 def test_what_corrects_routing_stays_exact():
     model = converters.load(family_folder("deepseek_v3"), dtype="bfloat16")
     exact = {

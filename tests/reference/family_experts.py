@@ -213,6 +213,5 @@ EXPERTS: dict[str, Case] = {
             "scale of experts": {"routed_scaling_factor": 1.0},
             "weights as they are": {"norm_topk_prob": False},
         },
-        ignored={"model.layers.46.eh_proj.weight": (32, 64)},
     ),
 }  # fmt: skip
