@@ -9,12 +9,14 @@ calls; they are not counted here, and `mx.set_cache_limit` bounds them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from funcrt.cache.layout import DTYPES, FULL, CacheSpec, attention_entries, state_bytes
 from funcrt.errors import ConfigError
+from funcrt.scans import BLOCK
 from funcrt.steps import STEPS
 
 if TYPE_CHECKING:
@@ -106,9 +108,11 @@ class Footprint:
         queries, keys = (heads * self.head_dim for heads in (self.num_heads, self.num_kv_heads))
         values = 11 * self.hidden_size + 6 * self.intermediate_size + 11 * queries + 9 * keys
         values += 3 * self.num_heads * self._latent_width()
-        activations = places * values * self.value_bytes
+        scan = self._scan(tokens)
+        activations = places * values * (max(self.value_bytes, 4) if scan else self.value_bytes)
         scores = places * 2 * self.num_heads * self._columns(capacity) * self.value_bytes
         layers = scores + places * 3 * capacity + activations + logits
+        layers += batch * scan
         if "temperature" in signature.inputs:
             # Scores are gone when tokens are drawn, what stands between layers may not be.
             return max(layers, activations + _DRAWN * logits)
@@ -126,6 +130,20 @@ class Footprint:
         call = max(self.call(batch, t, capacity) for t in {1, tokens})
         return self.weights + 2 * self.state(batch, capacity) + settings + call
 
+    def _scan(self, tokens: int) -> int:
+        """Bytes of a row for recurrences, which compute in float32.
+
+        That is some states, more before each block of tokens, a few matrices between the tokens of
+        a block for each head, and wider activations.
+        """
+        states = [entry.shape for entry in self.cache_spec if entry.kind == "recurrent"]
+        states = [shape for shape in states if len(shape) == 4]  # [B,H,D,N], no convolution
+        if not states:
+            return 0
+        heads, *rest = (int(size) for size in max(states, key=_row)[1:])
+        blocks = -(-tokens // BLOCK) if tokens > 1 else 0
+        return 4 * heads * (math.prod(rest) * (3 + 6 * blocks) + 6 * tokens * min(tokens, BLOCK))
+
     def _latent_width(self) -> int:
         """C, where queries and results of all heads are as wide as what the cache keeps; or 0."""
         kept = [entry for entry in self.cache_spec if entry.kind == "latent"]
@@ -139,6 +157,10 @@ class Footprint:
             if entry.kind in ("full", "quantized", "latent", "ring")
         ]
         return max(sizes, default=0)
+
+
+def _row(shape: tuple[int | str, ...]) -> int:
+    return math.prod(size for size in shape if isinstance(size, int))
 
 
 def _size(config: Mapping[str, Any], name: str) -> int:

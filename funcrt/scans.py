@@ -20,7 +20,7 @@ import mlx.core as mx
 
 # Measured on a CPU at T = 256 and 512: 32 to 128 take about as long. Shorter blocks make a larger
 # graph of the delta rule, longer ones a larger matrix between tokens.
-_BLOCK = 64
+BLOCK = 64
 
 
 def short_conv(window: mx.array, taps: mx.array, bias: mx.array | None = None) -> mx.array:
@@ -161,7 +161,7 @@ def _delta_step(
 def _blocks(x: mx.array, groups: int) -> mx.array:
     """`[B, T, H, ...]` -> `[B, G, R, C, L, ...]`, with zeros after the last token."""
     batch, tokens, heads, *rest = x.shape
-    length = min(tokens, _BLOCK)
+    length = min(tokens, BLOCK)
     missing = -tokens % length
     if missing:
         x = mx.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))

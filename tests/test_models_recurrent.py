@@ -13,6 +13,7 @@ import funcrt
 from funcrt import BucketPlan, Engine
 from funcrt.cache import init_cache, kind_of
 from funcrt.errors import ConfigError, InputError, ParamsError
+from funcrt.model import Model
 from funcrt.models import FAMILIES, read_config
 from funcrt.params import Params
 from tests.commands import run_here
@@ -20,6 +21,7 @@ from tests.families.cases import Case, causal, config_of, run_plain
 from tests.random_families import assert_as_mlx_lm, draw_params, write_folder
 from tests.reference.golden import FAMILIES as FOLDERS
 from tests.reference.golden import family_folder
+from tests.test_footprint import cpu_only, laid_out, measure
 
 import mlx.core as mx
 import numpy as np
@@ -337,3 +339,28 @@ def test_a_plan_for_a_model_without_slots(tmp_path: Path) -> None:
     done = run_here("plan", trace, "--model", family_folder("mamba2"), "--json")
     assert done.returncode == 0, done.stderr
     assert max(json.loads(done.stdout)["capacity"]) >= 400
+
+
+WIDE: dict[str, Config] = {
+    "mamba2": {
+        "hidden_size": 256, "num_heads": 8, "head_dim": 64, "n_groups": 1, "state_size": 128,
+        "num_hidden_layers": 4,
+    },
+    "qwen3_5_text": {
+        "hidden_size": 256, "intermediate_size": 768, "head_dim": 64, "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+    },
+}  # fmt: skip
+
+
+@cpu_only
+@pytest.mark.parametrize("shape", [(2, 256, 512), (1, 64, 128), (8, 1, 512)], ids=str)
+@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_call_takes_what_was_foretold(dtype: str, name: str, shape: tuple[int, int, int]) -> None:
+    config = {**config_of(name), **WIDE[name]}
+    params = {key: a.astype(getattr(mx, dtype)) for key, a in draw_params(config).items()}
+    model = Model(read_config(config, dtype), params)
+    step = "decode_greedy" if shape[1] == 1 else "prefill"
+    measured = measure(model, step, shape, eager=True)
+    assert 0.9 * measured <= laid_out(model, *shape).call(*shape, step) <= 2.1 * measured
