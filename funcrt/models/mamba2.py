@@ -18,7 +18,7 @@ from funcrt.scans import ssd
 
 import mlx.core as mx
 
-_ABSENT = ("attention_bias", "mlp_bias", "max_position_embeddings", "rope_theta", "rope_scaling")
+_ABSENT = ("attention_bias", "mlp_bias", "rope_theta", "rope_scaling")
 
 
 @dataclass(frozen=True, kw_only=True)
