@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+from converters.mlx_names import published_layout
 from funcrt.config import ModelConfig
 from funcrt.errors import ParamsError
 from funcrt.model import Model
@@ -52,7 +53,8 @@ def make_model(
     config = read_config(checkpoint.config, choose_dtype(params, dtype), ignore)
     if config.num_layers > len(params):  # before anything is built for each layer that it claims
         raise ParamsError(f"config has {config.num_layers} layers, but only {len(params)} tensors")
-    params = drop_extras(config, stack_experts(config, published_names(config, params)))
+    params = published_layout(config, published_names(config, params))
+    params = drop_extras(config, stack_experts(config, params))
     model = Model(config, params, checkpoint.tokenizer)
     mx.eval(model.params)  # reading is lazy: a file replaced later must not change the model
     return model
