@@ -18,11 +18,6 @@ REASONS: dict[tuple[str, str], str] = {
     ("gemma2", "mlx_lm"): _NO_WINDOW,
     ("gemma3_text", "mlx_lm"): "mlx-lm's module rounds the embedding's scale to bfloat16",
     ("glm", "mlx_lm"): "mlx-lm's module for it turns whole heads",
-    (
-        "glm4_moe",
-        "mlx_lm",
-    ): "mlx-lm's module drops the layer that guesses ahead only where it is the "
-    "next after the last",
     ("glm4_moe_lite", "mlx_lm"): "mlx-lm's module norms latents with the eps of layers",
     ("gpt_neox", "mlx_lm"): _NEOX,
     ("gpt_neox-in-turn", "mlx_lm"): _NEOX,
