@@ -6,7 +6,7 @@ from funcrt import masks
 from funcrt import params as weights
 from funcrt.errors import ParamsError
 from funcrt.model import Model
-from funcrt.models import llama
+from funcrt.models import family
 from tests.helpers import (
     KINDS,
     TINY,
@@ -26,6 +26,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+LLAMA = family("llama")
+
 BIASED = replace(TINY, attention_bias=True, mlp_bias=True)
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
 
@@ -40,7 +42,7 @@ def refuse(params: weights.Params, *matches: str) -> None:
 
 @pytest.mark.parametrize("config", [TINY, BIASED, replace(TINY, tie_word_embeddings=True)])
 def test_spec_counts_every_weight(config):
-    spec = llama.param_spec(config)
+    spec = LLAMA.param_spec(config)
     e, f, v = config.hidden_size, config.intermediate_size, config.vocab_size
     h, k = 64, 32
     layer = 2 * e * h + 2 * e * k + 3 * e * f + 2 * e
@@ -55,7 +57,7 @@ def test_check_restores_the_order_of_the_network():
         shuffled = {name: params[name] for name in sorted(params, reverse=True)}
         checked = Model(TINY, shuffled).params
         names = [name for name in checked if not name.endswith((".scales", ".biases"))]
-        assert names == list(llama.param_spec(TINY))
+        assert names == list(LLAMA.param_spec(TINY))
         assert_same({name: checked[name] for name in sorted(checked, reverse=True)}, shuffled)
 
 
@@ -76,7 +78,7 @@ def test_every_problem_is_listed():
 
 def test_a_long_list_is_cut():
     refuse({}, "missing: lm_head.weight, ", " and 9 more")
-    assert len(llama.param_spec(TINY)) == 21
+    assert len(LLAMA.param_spec(TINY)) == 21
 
 
 @pytest.mark.parametrize(
@@ -121,7 +123,7 @@ def test_packing_follows_from_the_shapes(bits, group_size):
 
 
 def prepared(model: Model, dequantize: bool, fuse: bool = True) -> weights.Params:
-    fusions = llama.fusions(model.config) if fuse else {}
+    fusions = LLAMA.fusions(model.config) if fuse else {}
     preparation = weights.Preparation(model.config.dtype, dequantize, fusions)
     return weights.prepare(model.params, model.spec, preparation)
 
