@@ -67,9 +67,10 @@ def fused_linear(params: Params, fused: str, members: tuple[str, ...], x: mx.arr
 def rms_norm(params: Params, name: str, x: mx.array, eps: float, offset: float = 0.0) -> mx.array:
     """Root mean square norm (arXiv:1910.07467) in float32, scaled by weight + offset."""
     weight = params[f"{name}.weight"]
-    if offset:
-        weight = weight.astype(mx.float32) + offset  # near 1, 16 bits would lose most of it
-    return mx.fast.rms_norm(x, weight.astype(x.dtype), eps)
+    if not offset:
+        return mx.fast.rms_norm(x, weight.astype(x.dtype), eps)
+    # Near the offset, 16 bits would lose most of the weight: a fifth more error in all of Gemma.
+    return mx.fast.rms_norm(x, weight.astype(mx.float32) + offset, eps).astype(x.dtype)
 
 
 def layer_norm(params: Params, name: str, x: mx.array, eps: float) -> mx.array:
