@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import converters
+from funcrt import ops
 from funcrt.errors import ConfigError
 from funcrt.layer_types import FULL, SLIDING
 from funcrt.models import cohere, exaone4, gemma2, gemma3, olmo3, read_config
@@ -226,3 +227,13 @@ def test_heads_normed_alone_have_weights_of_their_own(tmp_path: Path) -> None:
     exact = scale * centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 0.01)
     assert found.dtype == mx.float16
     np.testing.assert_allclose(to_numpy(found), exact.astype(np.float16), rtol=1e-3)
+
+
+def test_norms_around_one_lose_nothing_of_their_weights_in_16_bits() -> None:
+    weight = mx.random.uniform(-0.4, 0.4, (64,), key=mx.random.key(0)).astype(mx.bfloat16)
+    x = mx.random.normal((8, 64), key=mx.random.key(1)).astype(mx.bfloat16)
+    found = ops.rms_norm({"norm.weight": weight}, "norm", x, 0.01, offset=1.0)
+    wide = to_numpy(x).astype(np.float64)
+    exact = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 0.01) * (1 + to_numpy(weight))
+    assert found.dtype == mx.bfloat16
+    np.testing.assert_allclose(to_numpy(found), exact, rtol=2**-8)  # rounded once
