@@ -141,6 +141,7 @@ from __future__ import annotations
 
 from family_dense import DENSE
 from family_experts import EXPERTS
+from family_hybrid import HYBRID
 from family_latent import LATENT
 from family_layernorm import LAYERNORM
 from family_recurrent import RECURRENT
@@ -153,5 +154,6 @@ CASES: dict[str, Case] = {
     **EXPERTS,
     **LATENT,
     **RECURRENT,
+    **HYBRID,
     **RELATIVES,
 }
