@@ -70,6 +70,7 @@ def route_sigmoid(
     kept: int,
     normalize: bool,
     scale: float,
+    eps: float = 1e-20,
 ) -> Route:
     """Sigmoids that a bias corrects, for the choice only (DeepSeek-V3, arXiv:2412.19437 §2.1.2).
 
@@ -83,6 +84,7 @@ def route_sigmoid(
         kept: how many of them may be chosen from.
         normalize: whether the k weights shall add up to 1 before they are scaled.
         scale: what weights are multiplied by in the end.
+        eps: added to that sum.
 
     Returns:
         chosen `[B, T, k]` and weights float32 `[B, T, k]`.
@@ -92,7 +94,7 @@ def route_sigmoid(
     """
     weights = mx.sigmoid(scores.astype(mx.float32))
     among = _keep_groups(weights + bias.astype(mx.float32), count, groups, kept, best=2)
-    return _weigh(weights, _best(among, count), scale, 1e-20 if normalize else None)
+    return _weigh(weights, _best(among, count), scale, eps if normalize else None)
 
 
 def route_corrected_softmax(scores: mx.array, count: int, *, bias: mx.array, least: float) -> Route:
