@@ -5,7 +5,7 @@ Queries and keys are normed by head before they turn.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -23,12 +23,12 @@ _OLDER = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embedd
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(LayeredConfig):
-    """An LFM2. The width of its MLP follows from `intermediate_size`, see `inner`."""
+class ConvConfig(LayeredConfig):
+    """What LFM2 with and without experts share."""
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
-        "intermediate_size": 12288, "num_key_value_heads": 8, "max_position_embeddings": 128000,
-        "norm_eps": 1e-5, "tie_word_embeddings": True, "eos_token_id": 2,
+        "num_key_value_heads": 8, "max_position_embeddings": 128000, "norm_eps": 1e-5,
+        "tie_word_embeddings": True, "eos_token_id": 2,
     }  # fmt: skip
     FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **ModelConfig.FIXED,
@@ -49,6 +49,33 @@ class Config(LayeredConfig):
     norm_eps: float = setting("norm_eps")
     conv_bias: bool = setting("conv_bias", False)
     conv_width: int = setting("conv_L_cache", 3, least=2)
+
+    @classmethod
+    def fill(cls, hf: dict[str, Any]) -> dict[str, Any]:
+        for old, key in _OLDER.items():
+            if hf.get(old) is not None:
+                hf[key] = hf.pop(old)
+        hf = super().fill(hf)
+        full, types = hf.pop("full_attn_idxs", None), hf.get("layer_types")
+        if full is not None and types is not None and sorted(full) != _attending(types):
+            raise ConfigError(
+                f"config full_attn_idxs={full!r} and the layer_types {list(types)} disagree; "
+                "keep the one the weights were trained with"
+            )
+        return hf
+
+    @classmethod
+    def layer_type(cls, hf: Mapping[str, Any], layer: int) -> str:
+        full = hf.get("full_attn_idxs")
+        return FULL if full is None or layer in full else CONV
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ConvConfig):
+    """An LFM2. The width of its MLP follows from `intermediate_size`, see `inner`."""
+
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {**ConvConfig.DEFAULTS, "intermediate_size": 12288}
+
     adjust_inner: bool = setting("block_auto_adjust_ff_dim", True)
     inner_factor: float | None = setting("block_ffn_dim_multiplier", 1.0)
     inner_multiple: int = setting("block_multiple_of", 256)
@@ -72,25 +99,6 @@ class Config(LayeredConfig):
                 f"intermediate_size of {self.intermediate_size}"
             )
 
-    @classmethod
-    def fill(cls, hf: dict[str, Any]) -> dict[str, Any]:
-        for old, key in _OLDER.items():
-            if hf.get(old) is not None:
-                hf[key] = hf.pop(old)
-        hf = super().fill(hf)
-        full, types = hf.pop("full_attn_idxs", None), hf.get("layer_types")
-        if full is not None and types is not None and sorted(full) != _attending(types):
-            raise ConfigError(
-                f"config full_attn_idxs={full!r} and the layer_types {list(types)} disagree; "
-                "keep the one the weights were trained with"
-            )
-        return hf
-
-    @classmethod
-    def layer_type(cls, hf: Mapping[str, Any], layer: int) -> str:
-        full = hf.get("full_attn_idxs")
-        return FULL if full is None or layer in full else CONV
-
     def to_hf(self) -> dict[str, Any]:
         return {**super().to_hf(), "block_dim": self.hidden_size}
 
@@ -101,30 +109,37 @@ def _attending(types: Sequence[str]) -> list[int]:
 
 def network(config: Config) -> Network:
     """The layers of one config."""
+    return stack(config, lambda i: mlp(config, i, config.inner))
+
+
+def stack(config: ConvConfig, make_mlp: Callable[[int], Part]) -> Network:
+    """The layers of one config, with the MLPs that `make_mlp` gives for their numbers."""
     return replace(
-        llama.stack(config, lambda i: layer(config, i)),
+        llama.stack(config, lambda i: layer(config, i, make_mlp(i))),
         norm=RMSNorm("model.embedding_norm", config.hidden_size, config.norm_eps),
     )
 
 
-def layer(config: Config, i: int) -> PreNorm:
+def layer(config: ConvConfig, i: int, mlp: Part) -> PreNorm:
     """One layer."""
     name, e, eps = f"model.layers.{i}", config.hidden_size, config.norm_eps
-    mlp = f"{name}.feed_forward"
-    gate, up = (Linear(f"{mlp}.{part}", e, config.inner) for part in ("w1", "w3"))
     return PreNorm(
         mix_norm=RMSNorm(f"{name}.operator_norm", e, eps),
         mix=attention(config, i) if config.layer_types[i] == FULL else convolution(config, i),
         mlp_norm=RMSNorm(f"{name}.ffn_norm", e, eps),
-        mlp=GatedMLP(
-            Stacked(f"{mlp}.w1_w3", (gate, up)),
-            Linear(f"{mlp}.w2", config.inner, e),
-            config.hidden_act,
-        ),
+        mlp=mlp,
     )
 
 
-def attention(config: Config, i: int) -> Attention:
+def mlp(config: ConvConfig, i: int, inner: int) -> GatedMLP:
+    """The MLP of one layer."""
+    name, e = f"model.layers.{i}.feed_forward", config.hidden_size
+    gate, up = (Linear(f"{name}.{part}", e, inner) for part in ("w1", "w3"))
+    down = Linear(f"{name}.w2", inner, e)
+    return GatedMLP(Stacked(f"{name}.w1_w3", (gate, up)), down, config.hidden_act)
+
+
+def attention(config: ConvConfig, i: int) -> Attention:
     """Attention of one layer."""
     name, d, eps = f"model.layers.{i}.self_attn", config.head_dim, config.norm_eps
     return replace(
@@ -135,7 +150,7 @@ def attention(config: Config, i: int) -> Attention:
     )
 
 
-def convolution(config: Config, i: int) -> GatedConv:
+def convolution(config: ConvConfig, i: int) -> GatedConv:
     """The convolution of one layer."""
     name, e, bias = f"model.layers.{i}.conv", config.hidden_size, config.conv_bias
     return GatedConv(
