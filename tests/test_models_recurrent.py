@@ -28,14 +28,14 @@ import numpy as np
 import pytest
 
 Config = dict[str, Any]
-MAMBA2, LFM2, LFM2_BIAS, NEXT, TEXT, IMAGES, EXPERTS, MOE = (
+MAMBA2, LFM2, LFM2_BIAS, LFM2_MOE, NEXT, TEXT, IMAGES, EXPERTS, MOE = (
     config_of(name)
     for name in (
-        "mamba2", "lfm2", "lfm2-bias", "qwen3_next", "qwen3_5_text", "qwen3_5",
+        "mamba2", "lfm2", "lfm2-bias", "lfm2_moe", "qwen3_next", "qwen3_5_text", "qwen3_5",
         "qwen3_5_moe_text", "qwen3_5_moe",
     )
 )  # fmt: skip
-ALL = (MAMBA2, LFM2, LFM2_BIAS, NEXT, TEXT, IMAGES, EXPERTS, MOE)
+ALL = (MAMBA2, LFM2, LFM2_BIAS, LFM2_MOE, NEXT, TEXT, IMAGES, EXPERTS, MOE)
 DEFAULTS: dict[str, dict[str, Config]] = json.loads((FOLDERS / "defaults.json").read_text())
 needs_mlx_lm = pytest.mark.skipif(
     importlib.util.find_spec("mlx_lm") is None, reason="compares with mlx-lm"
@@ -80,7 +80,9 @@ def test_as_mlx_lm_has_it(config: Config, tmp_path: Path) -> None:
 
 
 @needs_mlx_lm
-@pytest.mark.parametrize("config", [LFM2, NEXT, IMAGES, MOE], ids=lambda c: c["model_type"])
+@pytest.mark.parametrize(
+    "config", [LFM2, LFM2_MOE, NEXT, IMAGES, MOE], ids=lambda c: c["model_type"]
+)
 def test_mlx_lm_reads_a_written_config_alike(config: Config, tmp_path: Path) -> None:
     read = read_config(inside(config, full_attention_interval=3) if config is IMAGES else config)
     folder = write_folder(tmp_path, read.to_hf(), draw_params(config))
@@ -91,7 +93,7 @@ def test_mlx_lm_reads_a_written_config_alike(config: Config, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "name", ["mamba2", "lfm2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"]
+    "name", ["mamba2", "lfm2", "lfm2_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"]
 )
 def test_what_is_left_out_is_what_transformers_fills_in(name: str) -> None:
     given, filled = DEFAULTS[name]["config"], DEFAULTS[name]["filled"]
@@ -180,6 +182,8 @@ BAD: dict[str, tuple[Config, Config, str]] = {
     "no width left": (LFM2, {"block_ffn_dim_multiplier": 0.0}, "block_ffn_dim_multiplier"),
     "another gate": (LFM2, {"block_use_swiglu": False}, "block_use_swiglu"),
     "an activation": (LFM2, {"hidden_act": "gelu"}, "hidden_act"),
+    "no bias of the choice": (LFM2_MOE, {"use_expert_bias": False}, "use_expert_bias"),
+    "no count of dense layers": (LFM2_MOE, {"num_dense_layers": -1}, "dense_layers"),
     "odd value heads": (NEXT, {"linear_num_value_heads": 3}, "multiple of linear_num_key_heads"),
     "no interval": (NEXT, {"full_attention_interval": 0}, "wrong type"),
     "an odd turn": (NEXT, {"partial_rotary_factor": 0.2}, "head_dim must be even"),

@@ -12,6 +12,7 @@ EXTRA: dict[str, dict[str, dict[str, Any]]] = {
         "no bound from above": {"time_step_limit": [0.05, float("inf")]},
         "no bound from below": {"time_step_limit": [0.0, 0.4]},
     },
+    "lfm2_moe": _ONE,
     "qwen3_next": _ONE,
     "qwen3_5_moe": {"one expert": {"text_config.num_experts_per_tok": 1}},
     "qwen3_5_moe_text": _ONE,
