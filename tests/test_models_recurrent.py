@@ -358,9 +358,17 @@ WIDE: dict[str, Config] = {
 
 
 @cpu_only
-@pytest.mark.parametrize("shape", [(2, 256, 512), (1, 64, 128), (8, 1, 512)], ids=str)
 @pytest.mark.parametrize("name", WIDE)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [
+        ("float32", (1, 128, 256)),
+        ("float32", (8, 1, 512)),
+        ("bfloat16", (1, 32, 64)),  # products in 16 bits are slow here
+        ("bfloat16", (4, 1, 64)),
+    ],
+    ids=str,
+)
 def test_a_call_takes_what_was_foretold(dtype: str, name: str, shape: tuple[int, int, int]) -> None:
     config = {**config_of(name), **WIDE[name]}
     params = {key: a.astype(getattr(mx, dtype)) for key, a in draw_params(config).items()}
