@@ -41,3 +41,9 @@ def gated_mlp(name: str, width: int, inner: int, act: str, bias: bool = False) -
     members = tuple(Linear(f"{name}.{part}_proj", width, inner, bias) for part in ("gate", "up"))
     down = Linear(f"{name}.down_proj", inner, width, bias)
     return GatedMLP(Stacked(f"{name}.gate_up_proj", members), down, act)
+
+
+def joined_gated_mlp(name: str, width: int, inner: int, act: str) -> GatedMLP:
+    """A gated MLP of `gate_up_proj`, whose rows are those of the gate, then the others; no bias."""
+    gate_up = Linear(f"{name}.gate_up_proj", width, 2 * inner)
+    return GatedMLP(gate_up, Linear(f"{name}.down_proj", inner, width), act)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from funcrt.config import ModelConfig, setting
 from funcrt.layers import Attention, GatedMLP, Linear, Network
+from funcrt.layers.mlp import joined_gated_mlp
 from funcrt.models import llama
 
 
@@ -44,9 +45,5 @@ def attention(config: Config, i: int) -> Attention:
 
 def mlp(config: Config, i: int) -> GatedMLP:
     """The MLP of one layer."""
-    name, e, f = f"model.layers.{i}.mlp", config.hidden_size, config.intermediate_size
-    return GatedMLP(
-        gate_up=Linear(f"{name}.gate_up_proj", e, 2 * f),
-        down=Linear(f"{name}.down_proj", f, e),
-        act=config.hidden_act,
-    )
+    sizes = config.hidden_size, config.intermediate_size
+    return joined_gated_mlp(f"model.layers.{i}.mlp", *sizes, config.hidden_act)

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from funcrt.config import ModelConfig
-from funcrt.layers import Attention, GatedMLP, Linear, Network, PreNorm
+from funcrt.layers import Attention, Linear, Network, PreNorm
+from funcrt.layers.mlp import joined_gated_mlp
 from funcrt.models import llama
 
 _LONGROPE = ("su", "yarn")  # what older files call it
@@ -64,13 +65,9 @@ def network(config: Config) -> Network:
 
 def layer(config: Config, i: int) -> PreNorm:
     """One layer."""
-    name, e, f = f"model.layers.{i}.mlp", config.hidden_size, config.intermediate_size
-    mlp = GatedMLP(
-        Linear(f"{name}.gate_up_proj", e, 2 * f),
-        Linear(f"{name}.down_proj", f, e),
-        config.hidden_act,
-    )
-    return replace(llama.layer(config, i, attention(config, i)), mlp=mlp)
+    sizes = config.hidden_size, config.intermediate_size
+    mlp = joined_gated_mlp(f"model.layers.{i}.mlp", *sizes, config.hidden_act)
+    return llama.layer(config, i, attention(config, i), mlp)
 
 
 def attention(config: Config, i: int) -> Attention:
