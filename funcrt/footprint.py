@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from funcrt.cache.layout import DTYPES, FULL, CacheSpec, attention_entries, state_bytes
 from funcrt.errors import ConfigError
-from funcrt.scans import BLOCK
+from funcrt.ops.scans import BLOCK
 from funcrt.steps import STEPS
 
 if TYPE_CHECKING:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from funcrt import experts, params
+from funcrt import params
 from funcrt.errors import ParamsError
+from funcrt.ops import experts
 from funcrt.params import Params
 from tests.helpers import Array, quantize, relative_error, to_numpy
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from funcrt import cache, masks
+from funcrt.config.rope import RopeConfig
 from funcrt.layers import Linear, RMSNorm, Run, Stacked
 from funcrt.layers.latent import LatentAttention
 from funcrt.machine import is_on_gpu
 from funcrt.model import Model
 from funcrt.models import family, read_config
 from funcrt.params import FLOATS, Params
-from funcrt.rope import RopeConfig
 from tests.helpers import ROUNDING, TOLERANCE, Array, relative_error, to_numpy
 from tests.test_footprint import laid_out, measure
 

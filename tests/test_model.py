@@ -113,7 +113,7 @@ def test_an_interrupted_save_leaves_the_old_model(
 
 
 def test_an_unknown_type_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="known: .*llama"):
+    with pytest.raises(ConfigError, match=r"known: .*llama"):
         Model(replace(TINY, model_type="elephant"), {})
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import converters
 from funcrt import ops
+from funcrt.config.layer_types import FULL, SLIDING
 from funcrt.errors import ConfigError
-from funcrt.layer_types import FULL, SLIDING
 from funcrt.models import cohere, exaone4, gemma2, gemma3, olmo3, read_config
 from tests.families.cases import config_of, run_plain
 from tests.helpers import to_numpy

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 import converters
+from funcrt.config.fields import hf_keys
+from funcrt.config.layer_types import MixedConfig
 from funcrt.errors import ConfigError
-from funcrt.fields import hf_keys
-from funcrt.layer_types import MixedConfig
 from funcrt.model import Model
 from funcrt.models import FAMILIES, read_config
 from tests.families.cases import causal

@@ -276,6 +276,18 @@ def test_states_are_float32_and_convolutions_as_wide_as_what_is_computed() -> No
         assert kinds == {key: expected[key] for key in kinds}
 
 
+def test_mamba2_adds_up_in_float32_if_its_config_says() -> None:
+    with Case("mamba2") as case:
+        text, exact = case.tokens(30, 0), run_plain(case.model, case.tokens(30, 0))
+        errors = []
+        for wide in (True, False):
+            model = case.load({**case.hf, "residual_in_fp32": wide}, dtype="bfloat16")
+            logits = run_plain(model, text)
+            assert logits.dtype == mx.bfloat16
+            errors.append(mx.mean(mx.square(logits.astype(mx.float32) - exact)).item())
+    assert errors[0] < errors[1]
+
+
 def test_a_model_without_slots_takes_texts_of_any_capacity() -> None:
     model = converters.load(family_folder("mamba2"), dtype="float32")
     spec = model.cache_spec(funcrt.cache.FULL)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from funcrt.config.rope import RopeConfig
 from funcrt.errors import ConfigError
-from funcrt.rope import RopeConfig
-from funcrt.rotary import attention_factor, frequencies, make_rotary, rotary_dims
+from funcrt.ops.rotary import attention_factor, frequencies, make_rotary, rotary_dims
 from tests.helpers import Array, to_numpy
 
 import mlx.core as mx

@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from funcrt import routing
 from funcrt.errors import ConfigError
+from funcrt.ops import routing
 from tests.helpers import Array, relative_error, to_numpy
 
 import mlx.core as mx

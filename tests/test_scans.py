@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from funcrt import scans
 from funcrt.cache import conv_window, place, zero_padding
+from funcrt.ops import scans
 from tests.helpers import TOLERANCE, Array, relative_error, to_numpy
 
 import mlx.core as mx

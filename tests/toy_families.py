@@ -23,8 +23,8 @@ from funcrt.attention import Attend
 from funcrt.cache import CacheEntry, CacheLayout, CacheSpec, CacheState, Placement
 from funcrt.config import ModelConfig
 from funcrt.model import Model
+from funcrt.ops.rotary import Rotary, make_rotary
 from funcrt.params import FLOATS, Params, ParamSpec
-from funcrt.rotary import Rotary, make_rotary
 from tests.helpers import TINY, Array, to_numpy
 
 import mlx.core as mx

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from funcrt.cache import CacheLayout, CacheSpec, attention_entries
+from funcrt.config.rope import RopeConfig
 from funcrt.layers.basic import Linear, Stacked
 from funcrt.layers.part import Part, Run
 from funcrt.params import ParamSpec
-from funcrt.rope import RopeConfig
 
 import mlx.core as mx
 

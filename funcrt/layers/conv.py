@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from funcrt.cache import CacheLayout, CacheSpec, conv_window
 from funcrt.cache.layout import CacheEntry
 from funcrt.layers.part import Part, Run
+from funcrt.ops.scans import short_conv
 from funcrt.params import ParamSpec
-from funcrt.scans import short_conv
 
 import mlx.core as mx
 

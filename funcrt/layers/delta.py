@@ -9,8 +9,8 @@ from funcrt.cache import CacheLayout, CacheSpec
 from funcrt.cache.layout import CacheEntry
 from funcrt.layers.conv import ShortConv
 from funcrt.layers.part import Part, Run
+from funcrt.ops.scans import gated_delta, unit_norm
 from funcrt.params import ParamSpec
-from funcrt.scans import gated_delta, unit_norm
 
 import mlx.core as mx
 

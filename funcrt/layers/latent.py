@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from funcrt import ops
 from funcrt.cache import CacheEntry, CacheLayout, CacheSpec
+from funcrt.config.rope import RopeConfig
 from funcrt.layers.basic import Linear
 from funcrt.layers.part import Part, Run
 from funcrt.params import quantization_of
-from funcrt.rope import RopeConfig
 
 import mlx.core as mx
 

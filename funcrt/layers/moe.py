@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from funcrt import ops
-from funcrt.experts import Pick, dispatch, expert_linear, expert_weights
 from funcrt.layers.basic import Linear
 from funcrt.layers.part import Part, Run
+from funcrt.ops.experts import Pick, dispatch, expert_linear, expert_weights
+from funcrt.ops.routing import Route
 from funcrt.params import Fusions, Params, ParamSpec
-from funcrt.routing import Route
 
 import mlx.core as mx
 
@@ -111,7 +111,7 @@ class MoE(Part):
 
     Attributes:
         router: `[B, T, E]` -> scores `[B, T, X]`.
-        rule: from scores to the chosen experts and their weights, see `funcrt.routing`.
+        rule: from scores to the chosen experts and their weights, see `funcrt.ops.routing`.
         experts: all that may be chosen.
         shared: what is added; or None.
     """

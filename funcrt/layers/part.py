@@ -18,9 +18,9 @@ from funcrt.cache import (
     place,
     zero_padding,
 )
+from funcrt.config.rope import RopeConfig
+from funcrt.ops.rotary import Rotary, make_rotary
 from funcrt.params import Fusions, Params, ParamSpec
-from funcrt.rope import RopeConfig
-from funcrt.rotary import Rotary, make_rotary
 
 import mlx.core as mx
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from funcrt.layer_patterns import PatternConfig
+from funcrt.config.patterns import PatternConfig
 from funcrt.layers import Attention, Network
 from funcrt.models import cohere, llama
 

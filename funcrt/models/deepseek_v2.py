@@ -20,8 +20,8 @@ from funcrt.layers.latent import LatentAttention, LowRank
 from funcrt.layers.mlp import gated_mlp
 from funcrt.layers.moe import Experts, MoE
 from funcrt.models import llama
-from funcrt.rotary import yarn_magnitude
-from funcrt.routing import Route, check_groups, route_grouped_softmax, route_softmax
+from funcrt.ops.rotary import yarn_magnitude
+from funcrt.ops.routing import Route, check_groups, route_grouped_softmax, route_softmax
 
 import mlx.core as mx
 

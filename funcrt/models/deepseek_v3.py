@@ -13,8 +13,8 @@ from funcrt.layers.latent import LatentAttention
 from funcrt.layers.moe import MoE
 from funcrt.models import deepseek_v2, llama
 from funcrt.models.deepseek_v2 import ExpertsConfig, LatentConfig
+from funcrt.ops.routing import Route, route_sigmoid
 from funcrt.params import ParamSpec
-from funcrt.routing import Route, route_sigmoid
 
 import mlx.core as mx
 

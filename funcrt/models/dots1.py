@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from funcrt.config import setting
-from funcrt.layer_types import MixedConfig
+from funcrt.config.layer_types import MixedConfig
 from funcrt.layers import Network
 from funcrt.models import llama, qwen3
 from funcrt.models.deepseek_v3 import CorrectedConfig, mixture

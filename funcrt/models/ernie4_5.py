@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from funcrt.config import ModelConfig
-from funcrt.fields import setting
+from funcrt.config.fields import setting
 from funcrt.models.llama import network
 
 __all__ = ["Config", "network"]

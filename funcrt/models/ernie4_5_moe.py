@@ -12,8 +12,8 @@ from funcrt.layers import MoE, Network
 from funcrt.models import deepseek_v2, ernie4_5, llama
 from funcrt.models.deepseek_v2 import ExpertsConfig
 from funcrt.models.deepseek_v3 import CorrectedMoE
+from funcrt.ops.routing import route_corrected_softmax
 from funcrt.params import ParamSpec
-from funcrt.routing import route_corrected_softmax
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from funcrt.layer_patterns import PatternConfig
-from funcrt.layer_types import FULL
+from funcrt.config.layer_types import FULL
+from funcrt.config.patterns import PatternConfig
 from funcrt.layers import Attention, Network, RMSNorm
 from funcrt.models import llama, olmo2
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from funcrt.config import setting
+from funcrt.config.patterns import PatternConfig
 from funcrt.errors import ConfigError
-from funcrt.layer_patterns import PatternConfig
 from funcrt.layers import Attention, Network, Part, Sandwich
 from funcrt.layers.mlp import gated_mlp
 from funcrt.models import gemma, llama

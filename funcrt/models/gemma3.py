@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from funcrt.config import setting
-from funcrt.layer_types import SLIDING
+from funcrt.config.layer_types import SLIDING
+from funcrt.config.local_rope import LocalRopeConfig
 from funcrt.layers import Attention, Network, RMSNorm
-from funcrt.local_rope import LocalRopeConfig
 from funcrt.models import gemma, gemma2
 
 LOCAL_THETA = 10000.0

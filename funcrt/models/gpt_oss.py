@@ -8,13 +8,13 @@ from functools import partial
 from typing import Any, ClassVar
 
 from funcrt.config import setting
-from funcrt.expert_config import ExpertConfig
-from funcrt.layer_types import MixedConfig
+from funcrt.config.experts import ExpertConfig
+from funcrt.config.layer_types import MixedConfig
 from funcrt.layers import Attention, Linear, MoE, Network, StackedExperts
 from funcrt.models import llama
 from funcrt.models.llama import layer, stack
+from funcrt.ops.routing import route_top_softmax
 from funcrt.params import Params, ParamSpec
-from funcrt.routing import route_top_softmax
 
 import mlx.core as mx
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from funcrt.config import ModelConfig
+from funcrt.config.fields import setting
 from funcrt.errors import ConfigError
-from funcrt.fields import setting
 from funcrt.layers import Embedding, Network, PreNorm
 from funcrt.models import llama
 

@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any, ClassVar
 
 from funcrt.config import setting
-from funcrt.expert_config import ExpertConfig
+from funcrt.config.experts import ExpertConfig
 from funcrt.layers import Linear, MoE, Network, PreNorm, StackedExperts
 from funcrt.models import granite
+from funcrt.ops.routing import route_top_softmax
 from funcrt.params import Params, ParamSpec
-from funcrt.routing import route_top_softmax
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from funcrt.config import ModelConfig, setting
+from funcrt.config.layer_types import FULL, LayeredConfig
 from funcrt.errors import ConfigError
-from funcrt.layer_types import FULL, LayeredConfig
 from funcrt.layers import Attention, GatedMLP, Linear, Network, Part, PreNorm, RMSNorm, Run, Stacked
 from funcrt.layers.conv import ShortConv
 from funcrt.models import llama

@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any, ClassVar
 
 from funcrt.config import setting
-from funcrt.expert_config import ExpertConfig
+from funcrt.config.experts import ExpertConfig
 from funcrt.layers import Experts, Linear, Network, Part
 from funcrt.models import lfm2
 from funcrt.models.deepseek_v3 import CorrectedMoE
 from funcrt.models.lfm2 import ConvConfig, stack
-from funcrt.routing import route_sigmoid
+from funcrt.ops.routing import route_sigmoid
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,8 @@ from funcrt.config import ModelConfig, RopeConfig, setting
 from funcrt.errors import ConfigError
 from funcrt.layers import Embedding, Linear, Network, Part, RMSNorm, Run
 from funcrt.layers.conv import ShortConv
+from funcrt.ops.scans import ssd
 from funcrt.params import ParamSpec
-from funcrt.scans import ssd
 
 import mlx.core as mx
 

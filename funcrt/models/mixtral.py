@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any, ClassVar
 
 from funcrt.config import setting
-from funcrt.expert_config import ExpertConfig
+from funcrt.config.experts import ExpertConfig
 from funcrt.layers import Experts, Linear, MoE, Network
 from funcrt.models.llama import attention, layer, stack
-from funcrt.routing import route_softmax
+from funcrt.ops.routing import route_softmax
 
 
 @dataclass(frozen=True, kw_only=True)

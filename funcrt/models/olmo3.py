@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from funcrt.config.local_rope import LocalRopeConfig
 from funcrt.errors import ConfigError
 from funcrt.layers import Network
-from funcrt.local_rope import LocalRopeConfig
 from funcrt.models import llama, olmo2
 
 THETA = 500000.0

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from funcrt.config import ModelConfig
-from funcrt.fields import setting
-from funcrt.layer_types import SwitchedConfig
+from funcrt.config.fields import setting
+from funcrt.config.layer_types import SwitchedConfig
 from funcrt.layers import Attention, Linear, Network
 from funcrt.models import llama
 

@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any, ClassVar
 
 from funcrt.config import setting
-from funcrt.expert_config import ExpertConfig
+from funcrt.config.experts import ExpertConfig
 from funcrt.layers import Experts, Gated, Linear, MoE, Network
 from funcrt.layers.mlp import gated_mlp
 from funcrt.models import llama, qwen2
-from funcrt.routing import route_softmax
+from funcrt.ops.routing import route_softmax
 
 
 @dataclass(frozen=True, kw_only=True)

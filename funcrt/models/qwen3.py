@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from funcrt.config import ModelConfig
-from funcrt.fields import setting
-from funcrt.layer_types import MixedConfig
+from funcrt.config.fields import setting
+from funcrt.config.layer_types import MixedConfig
 from funcrt.layers import Attention, Network, RMSNorm
 from funcrt.models import llama, qwen2
 

@@ -19,7 +19,10 @@ from funcrt.models.qwen3_next import DeltaConfig, delta_parts, layer, stack
 
 _TEXT = "_text"  # ends the model_type of what holds nothing else
 # What need not be the same in a `text_config` and outside of it.
-_OUTSIDE = {"architectures", "dtype", "model_type", "torch_dtype", "transformers_version"}
+_OUTSIDE = {
+    "architectures", "bos_token_id", "dtype", "eos_token_id", "model_type", "pad_token_id",
+    "torch_dtype", "transformers_version",
+}  # fmt: skip
 _IMAGE_ROPE = ("mrope_interleaved", "mrope_section")
 
 
@@ -32,7 +35,6 @@ class Config(DeltaConfig):
     """
 
     ARCHITECTURE: ClassVar[str] = "Qwen3_5"
-
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
         **DeltaConfig.DEFAULTS, "intermediate_size": 12288, "num_key_value_heads": 4,
     }  # fmt: skip

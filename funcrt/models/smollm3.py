@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from funcrt.config.fields import setting
+from funcrt.config.layer_types import SwitchedConfig
 from funcrt.errors import ConfigError
-from funcrt.fields import setting
-from funcrt.layer_types import SwitchedConfig
 from funcrt.layers import Attention, Network
 from funcrt.models import llama
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from funcrt.config import ModelConfig
-from funcrt.fields import setting
+from funcrt.config.fields import setting
 from funcrt.layers import Attention, LayerNorm, Linear, Network, Parallel, Part, Run
 from funcrt.layers.mlp import gated_mlp
 from funcrt.models import llama

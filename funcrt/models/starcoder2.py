@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from funcrt.config import ModelConfig
-from funcrt.fields import setting
+from funcrt.config.fields import setting
 from funcrt.layers import MLP, LayerNorm, Linear, Network, PreNorm
 from funcrt.models import llama
 

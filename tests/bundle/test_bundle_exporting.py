@@ -17,7 +17,7 @@ from funcrt.bundle.exporter import KIND
 from funcrt.errors import BundleError, PublishError
 from funcrt.layers import part
 from funcrt.model import Model
-from funcrt.rotary import Rotary
+from funcrt.ops.rotary import Rotary
 from tests.bundle.conftest import SMALL
 from tests.helpers import TOLERANCE, make_model, random_tokens, relative_error, run_plain
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from funcrt.rope import RopeConfig
+from funcrt.config.rope import RopeConfig
 
 import mlx.core as mx
 

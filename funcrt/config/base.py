@@ -6,11 +6,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
+from funcrt.config.fields import check_fields, from_dict, hf_keys, read_fields, setting
+from funcrt.config.rope import RopeConfig
 from funcrt.errors import ConfigError
-from funcrt.fields import check_fields, from_dict, hf_keys, read_fields, setting
-from funcrt.rope import RopeConfig
-
-__all__ = ["DTYPES", "ModelConfig", "RopeConfig", "setting"]
 
 DTYPES = ("float32", "float16", "bfloat16")
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "relu")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from funcrt.config import ModelConfig
+from funcrt.config.base import ModelConfig
+from funcrt.config.fields import hf_keys, setting
 from funcrt.errors import ConfigError
-from funcrt.fields import hf_keys, setting
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from funcrt.config.layer_types import FULL, SLIDING, MixedConfig
 from funcrt.errors import ConfigError
-from funcrt.layer_types import FULL, SLIDING, MixedConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from funcrt.config.layer_types import FULL, SLIDING
+from funcrt.config.patterns import PatternConfig
+from funcrt.config.rope import RopeConfig
 from funcrt.errors import ConfigError
-from funcrt.layer_patterns import PatternConfig
-from funcrt.layer_types import FULL, SLIDING
-from funcrt.rope import RopeConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from funcrt.config import ModelConfig
+from funcrt.config.base import ModelConfig
+from funcrt.config.fields import setting
 from funcrt.errors import ConfigError
-from funcrt.fields import setting
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 MOST_LAYERS = 1 << 16  # what nobody has; listing the types of 1 << 31 would take minutes
