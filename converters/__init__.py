@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,8 @@ def load(
     """Read a model from a GGUF file, a Hugging Face folder, or the hub.
 
     A `model_type` without a family in `funcrt.models` is read through mlx-lm's module for it, if
-    mlx-lm is installed (`pip install 'funcrt[mlx-lm]'`), see `functionalize`.
+    mlx-lm is installed (`pip install 'funcrt[mlx-lm]'`), see `functionalize`. So is any other with
+    `via="mlx_lm"`: errors name this way where a family refuses what mlx-lm's module may know.
 
     Args:
         source: path of a GGUF file or of a folder with config.json and safetensors, or a hub id
@@ -64,7 +66,8 @@ def load(
                 loading.check(place)
                 place = hub.download(str(source), hub.SMALL + hub.WEIGHTS)
             return loading.load(place, dtype, names)
-        return make_model(_read(source, place, remote, names), dtype, names)
+        with _suggesting_mlx_lm(place):
+            return make_model(_read(source, place, remote, names), dtype, names)
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in (
             "gguf",
@@ -113,6 +116,17 @@ def _goes_through_mlx_lm(place: Path, via: str | None) -> bool:
         return False
     mlx_lm_source.check_has_module(config)
     return True
+
+
+def _suggesting_mlx_lm(place: Path) -> AbstractContextManager[None]:
+    from converters import huggingface
+    from converters.functional import mlx_lm_source
+    from funcrt.storage import load_json
+
+    config = place / huggingface.CONFIG
+    if not config.is_file():
+        return nullcontext()
+    return mlx_lm_source.suggesting_module(load_json(config))
 
 
 def _read(source: str | Path, place: Path, remote: bool, ignore: Collection[str]) -> Checkpoint:

@@ -61,19 +61,23 @@ class Diagnosis:
         return asdict(self)
 
 
-def diagnose(source: str | Path) -> Diagnosis:
+def diagnose(source: str | Path, via: str | None = None) -> Diagnosis:
     """Say what can become of a checkpoint; of the hub, only its small files are downloaded.
 
     Args:
         source: a Hugging Face folder or a hub id.
+        via: as of `converters.load`.
 
     Raises:
         SourceError: no config.json there.
+        ValueError: an unknown `via`.
     """
+    if via not in (None, "mlx_lm"):
+        raise ValueError(f"via: expected 'mlx_lm' or None, got {via!r}")
     config = read_config(source)
     found = Diagnosis(str(source), str(config.get("model_type", "")))
     try:
-        model, via = _make(config)
+        model, made_by = _make(config, via)
     except FuncrtError as error:
         return replace(found, reason=str(error))
     graph = inspect_graph(model)
@@ -83,7 +87,7 @@ def diagnose(source: str | Path) -> Diagnosis:
         notes = ("on a cpu in float32 only (dtype='float32'): MLX has no 16-bit GatherMM there",)
     return replace(
         found,
-        via=via,
+        via=made_by,
         functional=True,
         exportable=not graph.blockers,
         devices=("metal",) if graph.needs_metal else DEVICES,
@@ -114,21 +118,25 @@ def read_config(source: str | Path) -> dict[str, Any]:
     return load_json(path / huggingface.CONFIG)
 
 
-def _make(config: Mapping[str, Any]) -> tuple[Model, str]:
+def _make(config: Mapping[str, Any], via: str | None) -> tuple[Model, str]:
     """A model of the right shapes, whose weights are never computed, and what it is made by."""
     model_type = mlx_lm_source.model_type_of(config)
-    if model_type in models.FAMILIES:
-        settled = models.read_config(config, _dtype(config))
-        made_by = models.family(model_type)
-        params = {
-            name: mx.zeros(shape, getattr(mx, settled.dtype))
-            for name, shape in made_by.param_spec(settled).items()
-        }
-        return Model(settled, params), f"funcrt.models.{models.FAMILIES[model_type].name}"
+    if model_type in models.FAMILIES and via is None:
+        with mlx_lm_source.suggesting_module(config):
+            return _make_by_hand(config, model_type)
     mlx_lm_source.check_has_module(config)
     module = mlx_lm_source.make_module(config)
     module.set_dtype(getattr(mx, _dtype(config)))
     return functionalize(module, config), type(module).__module__
+
+
+def _make_by_hand(config: Mapping[str, Any], model_type: str) -> tuple[Model, str]:
+    settled = models.read_config(config, _dtype(config))
+    params = {
+        name: mx.zeros(shape, getattr(mx, settled.dtype))
+        for name, shape in models.family(model_type).param_spec(settled).items()
+    }
+    return Model(settled, params), f"funcrt.models.{models.FAMILIES[model_type].name}"
 
 
 def _dtype(config: Mapping[str, Any]) -> str:

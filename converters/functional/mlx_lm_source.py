@@ -13,7 +13,7 @@ from typing import Any
 
 from converters.functional.packing import pack
 from converters.functional.rotary import Translation
-from funcrt.errors import ConfigError, FuncrtError, SourceError
+from funcrt.errors import ConfigError, FuncrtError, ParamsError, SourceError
 from funcrt.models import FAMILIES
 
 from mlx.nn.layers.base import Module
@@ -188,10 +188,42 @@ def check_has_module(config: Mapping[str, Any]) -> None:
         check_version()
     except SourceError as error:
         raise ConfigError(f"{unknown}; {error}") from None
+    if not _has_module(name):
+        raise ConfigError(f"{unknown}, and mlx-lm {metadata.version('mlx-lm')} has no module of it")
+
+
+@contextlib.contextmanager
+def suggesting_module(config: Mapping[str, Any]) -> Iterator[None]:
+    """Let errors of a family here name mlx-lm's module, which is never taken in silence.
+
+    It may know settings and packings that the family does not; it would miss the same tensors.
+    """
+    try:
+        yield
+    except (ConfigError, ParamsError) as error:
+        packed = config.get("quantization") or config.get("quantization_config")
+        way = _way(model_type_of(config)) if isinstance(error, ConfigError) or packed else ""
+        if not way:
+            raise
+        raise type(error)(
+            f"{error}; mlx-lm's module may know what this family does not: {way}"
+        ) from error
+
+
+def _way(model_type: str) -> str:
+    """How to read a model type through its module; empty if there is none."""
+    way = "converters.load(folder, via='mlx_lm')"
+    try:
+        check_version()
+    except SourceError:
+        return f"{INSTALL}, then {way}"
+    return way if _has_module(model_type) else ""
+
+
+def _has_module(model_type: str) -> bool:
     from mlx_lm.utils import MODEL_REMAPPING
 
-    if not _defines_model(MODEL_REMAPPING.get(name, name)):
-        raise ConfigError(f"{unknown}, and mlx-lm {metadata.version('mlx-lm')} has no module of it")
+    return _defines_model(MODEL_REMAPPING.get(model_type, model_type))
 
 
 def _defines_model(name: str) -> bool:

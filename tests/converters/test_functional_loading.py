@@ -17,7 +17,8 @@ from converters.functional import loading, mlx_lm_source
 from converters.functional.doctor import diagnose
 from converters.functional.model import FunctionalModel
 from funcrt.buckets import BucketPlan
-from funcrt.errors import ConfigError, SourceError
+from funcrt.errors import ConfigError, ParamsError, SourceError
+from funcrt.models import FAMILIES
 from tests.helpers import relative_error, to_numpy
 from tests.reference.make_mlx_lm_modules import load_table, passed
 from tests.reference.mlx_lm_checks import make_module, run_model, run_module, tokens_of
@@ -35,6 +36,7 @@ from typer.testing import CliRunner
 TOLERANCE = 2e-5
 ROW = tokens_of(0, 26)
 INSTALLED = metadata.version("mlx-lm")
+WITHOUT = "helium"  # a module of mlx-lm without a family here
 PLAIN = {"llama": {"layer_types": None, "sliding_window": None}}  # as the family here has it
 
 
@@ -59,12 +61,13 @@ def write_config(folder: Path, name: str, **changes: Any) -> Path:
 
 
 def test_a_model_type_without_a_family_goes_through_mlx_lm(tmp_path: Path) -> None:
-    folder, module = save(tmp_path / "a", "qwen2")
+    assert WITHOUT not in FAMILIES
+    folder, module = save(tmp_path / "a", WITHOUT)
     model = converters.load(folder)
     assert isinstance(model, FunctionalModel)
     ours = run_model(model, model.forward, [ROW], [23], False)[0]
     assert relative_error(ours, run_module(module, ROW, 23)) <= TOLERANCE
-    assert model.config.model_type == "qwen2"
+    assert model.config.model_type == WITHOUT
     assert model.config.dtype == "float32"
 
 
@@ -78,9 +81,9 @@ def test_both_ways_to_read_a_llama_agree(tmp_path: Path) -> None:
 
 def test_a_saved_model_is_read_again(tmp_path: Path) -> None:
     folder, _ = save(tmp_path / "a", "gemma2")
-    model = converters.load(folder)
+    model = converters.load(folder, via="mlx_lm")
     model.save(tmp_path / "b")
-    again = converters.load(tmp_path / "b")
+    again = converters.load(tmp_path / "b", via="mlx_lm")
     assert relative_error(again([ROW])[0], model([ROW])[0]) == 0
     assert load_model(tmp_path / "b")[1]["model_type"] == "gemma2"
 
@@ -97,7 +100,7 @@ def test_quantized_checkpoints(tmp_path: Path, name: str) -> None:
     mx.save_safetensors(str(tmp_path / "model.safetensors"), params, {"format": "mlx"})
     packing = {"group_size": 32, "bits": 4}
     write_config(tmp_path, name, quantization=packing, quantization_config=packing)
-    model = converters.load(tmp_path)
+    model = converters.load(tmp_path, via="mlx_lm")
     theirs = run_module(module, ROW, 23)
     ours = run_model(model, mx.compile(model.forward), [ROW], [23], False)[0]
     assert relative_error(ours, theirs) <= TOLERANCE
@@ -118,24 +121,31 @@ PACKINGS: dict[str, dict[str, Any]] = {
         "model.embed_tokens": False,
     },
 }  # fmt: skip
+UNKNOWN_HERE = {"nvfp4", "mxfp4"}  # to families
 
 
-@pytest.mark.parametrize("name", PACKINGS)
-def test_other_packings(tmp_path: Path, name: str) -> None:
-    """Read as mlx-lm reads them; a config alone, as of the hub, tells the same sizes."""
+def save_packed(folder: Path, name: str) -> nn.Module:
+    """A tiny qwen2 in one of `PACKINGS`."""
     module, packing = make_module("qwen2"), PACKINGS[name]
     nn.quantize(
         module, packing["group_size"], packing["bits"], mode=packing.get("mode", "affine"),
         class_predicate=lambda path, m: packing.get(path, hasattr(m, "to_quantized")),
     )  # fmt: skip
     params = dict(tree_flatten(module.parameters()))
-    mx.save_safetensors(str(tmp_path / "model.safetensors"), params, {"format": "mlx"})
-    write_config(tmp_path, "qwen2", quantization=packing)
+    mx.save_safetensors(str(folder / "model.safetensors"), params, {"format": "mlx"})
+    write_config(folder, "qwen2", quantization=packing)
+    return module
+
+
+@pytest.mark.parametrize("name", PACKINGS)
+def test_other_packings(tmp_path: Path, name: str) -> None:
+    """Read as mlx-lm reads them; a config alone, as of the hub, tells the same sizes."""
+    module = save_packed(tmp_path, name)
     loading.check(tmp_path)
-    model = converters.load(tmp_path)
+    model = converters.load(tmp_path, via="mlx_lm")
     assert relative_error(model([ROW])[0][0], run_module(module, ROW, 23)) <= 1e-4
     size = sum(array.nbytes for array in model.params.values())
-    assert diagnose(tmp_path).params == (len(model.params), size)
+    assert diagnose(tmp_path, via="mlx_lm").params == (len(model.params), size)
 
 
 RECURRENT = ["mamba", "mamba2", "rwkv7"]  # without any slots
@@ -143,8 +153,9 @@ RECURRENT = ["mamba", "mamba2", "rwkv7"]  # without any slots
 
 @pytest.mark.parametrize("name", [*RECURRENT, "jamba", "deepseek_v32", "gpt_bigcode"])
 def test_doctor_answers(tmp_path: Path, name: str) -> None:
-    found = diagnose(write_config(tmp_path, name))
+    found = diagnose(write_config(tmp_path, name), via="mlx_lm")
     assert (found.functional, found.exportable, found.reason) == (True, True, "")
+    assert found.via == f"mlx_lm.models.{name}"
     assert ("full" in found.caches) == (name not in RECURRENT)
 
 
@@ -153,13 +164,13 @@ def test_doctor_answers(tmp_path: Path, name: str) -> None:
 def test_doctor_answers_for_every_module(tmp_path: Path, name: str) -> None:
     config = make_config(name) | PLAIN.get(name, {})
     (tmp_path / "config.json").write_text(json.dumps(config))
-    found = diagnose(tmp_path)
+    found = diagnose(tmp_path, via="mlx_lm")
     assert (found.functional, found.exportable, found.reason) == (True, True, "")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_dtype(tmp_path: Path, dtype: str) -> None:
-    folder, _ = save(tmp_path / "a", "qwen2")
+    folder, _ = save(tmp_path / "a", WITHOUT)
     model = converters.load(folder, dtype)
     assert model.config.dtype == dtype
     assert model([ROW[:4]])[0].dtype == getattr(mx, dtype)
@@ -168,7 +179,7 @@ def test_dtype(tmp_path: Path, dtype: str) -> None:
 def test_a_bundle_needs_no_mlx_lm(tmp_path: Path) -> None:
     folder, module = save(tmp_path / "a", "gemma3_text")
     plan = BucketPlan(batch=[1], tokens=[1, 16], capacity=[32])
-    funcrt.export(converters.load(folder), tmp_path / "b.funcrt", plan)
+    funcrt.export(converters.load(folder, via="mlx_lm"), tmp_path / "b.funcrt", plan)
     code = (
         "import sys, funcrt; b = funcrt.load_bundle(sys.argv[1]);"
         f"e = funcrt.Engine(b); print(e.submit({ROW[:14]}, max_tokens=8).result().tokens);"
@@ -188,16 +199,15 @@ def test_a_bundle_needs_no_mlx_lm(tmp_path: Path) -> None:
 def test_what_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="via"):
         converters.load(tmp_path, via="torch")
-    folder, _ = save(tmp_path / "a", "qwen2")
+    folder, _ = save(tmp_path / "a", WITHOUT)
     (folder / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(SourceError, match="truncated, damaged"):
         converters.load(folder)
     (folder / "config.json").write_text(json.dumps({"model_type": "nothing_known"}))
     with pytest.raises(ConfigError, match="nothing_known"):
         converters.load(folder)
-    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
-    with pytest.raises(ConfigError, match="mlx-lm cannot make a 'qwen2' of this checkpoint"):
-        mlx_lm_source.make_module({"model_type": "qwen2"})
+    with pytest.raises(ConfigError, match=f"mlx-lm cannot make a '{WITHOUT}' of this checkpoint"):
+        mlx_lm_source.make_module({"model_type": WITHOUT})
 
 
 @pytest.mark.parametrize("via", [None, "mlx_lm"])
@@ -214,7 +224,7 @@ def test_a_model_type_that_is_no_name(tmp_path: Path, via: str | None) -> None:
 def test_what_mlx_lm_would_be_needed_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: str | None, said: str
 ) -> None:
-    folder = write_config(tmp_path, "qwen2")
+    folder = write_config(tmp_path, WITHOUT)
 
     def version(name: str) -> str:
         if found is None:
@@ -222,7 +232,73 @@ def test_what_mlx_lm_would_be_needed_for(
         return found
 
     monkeypatch.setattr(metadata, "version", version)
-    with pytest.raises(ConfigError, match=rf"'qwen2' is not supported; known: llama.*{said}"):
+    with pytest.raises(
+        ConfigError, match=rf"'{WITHOUT}' is not supported; known: cohere, .*{said}"
+    ):
+        converters.load(folder)
+
+
+# --- what a family refuses, and mlx-lm's module reads ---------------------------------------------
+
+WAY = r"mlx-lm's module may know what this family does not: .*via='mlx_lm'"
+
+
+def test_a_setting_that_a_family_does_not_compute(tmp_path: Path) -> None:
+    """Never read in another way in silence: the error names the way, which works."""
+    folder, module = save(tmp_path / "a", "minicpm3", v_head_dim_scale=2.0)
+    with pytest.raises(ConfigError, match=rf"are unknown: .*v_head_dim_scale.*; {WAY}"):
+        converters.load(folder)
+    assert "via='mlx_lm'" in diagnose(folder).reason
+    model = converters.load(folder, via="mlx_lm")
+    assert relative_error(model([ROW])[0][0], run_module(module, ROW, 23)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", sorted(UNKNOWN_HERE))
+def test_a_packing_that_a_family_does_not_know(tmp_path: Path, name: str) -> None:
+    save_packed(tmp_path, name)
+    with pytest.raises(ParamsError, match=WAY):
+        converters.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", sorted(PACKINGS.keys() - UNKNOWN_HERE))
+def test_a_packing_that_a_family_knows(tmp_path: Path, name: str) -> None:
+    module = save_packed(tmp_path, name)
+    model = converters.load(tmp_path)
+    assert not isinstance(model, FunctionalModel)
+    assert relative_error(model([ROW])[0][0], run_module(module, ROW, 23)) <= 1e-4
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_scaling": {"rope_type": "spiral", "factor": 2.0}},
+        {"hidden_act": "spiral"},
+        {"quantization_config": {"quant_method": "spiral"}},
+    ],
+)
+def test_errors_of_a_family_name_the_other_way(tmp_path: Path, changes: dict[str, Any]) -> None:
+    folder = write_config(save(tmp_path / "a", "llama")[0], "llama", **changes)
+    with pytest.raises(ConfigError, match=rf"spiral.*; {WAY}"):
+        converters.load(folder)
+
+
+def test_where_the_other_way_is_not_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mlx-lm's module would miss the same tensors; and a type without a module has no other way."""
+    folder, _ = save(tmp_path / "a", "llama")
+    write_config(folder, "llama", num_hidden_layers=5)
+    with pytest.raises(ParamsError) as missing:
+        converters.load(folder)
+    write_config(folder, "llama", model_type="youtu", spiral=1.0)
+    with pytest.raises(ConfigError) as unknown:
+        converters.load(folder)
+    assert "via='mlx_lm'" not in f"{missing.value}{unknown.value}"
+    write_config(folder, "llama", spiral=1.0)
+
+    def version(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    with pytest.raises(ConfigError, match=r"pip install 'funcrt\[mlx-lm\]', then .*via='mlx_lm'"):
         converters.load(folder)
 
 
@@ -230,20 +306,24 @@ def test_what_mlx_lm_would_be_needed_for(
 
 
 def test_doctor_needs_no_weights(tmp_path: Path) -> None:
-    found = diagnose(write_config(tmp_path, "qwen3_next", torch_dtype="bfloat16"))
+    found = diagnose(write_config(tmp_path, "kimi_linear", torch_dtype="bfloat16"))
     assert (found.functional, found.exportable, found.by_token) == (True, True, False)
-    assert found.via == "mlx_lm.models.qwen3_next"
+    assert found.via == "mlx_lm.models.kimi_linear"
     assert found.devices == ("cpu", "cuda", "metal")
     assert set(found.caches) == {"full", "recurrent"}
     assert "GatherMM" in found.notes[0]
     assert diagnose(write_config(tmp_path, "llama")).via == "funcrt.models.llama"
+    assert diagnose(tmp_path, via="mlx_lm").via == "mlx_lm.models.llama"
+    with pytest.raises(ValueError, match="expected 'mlx_lm' or None, got 'torch'"):
+        diagnose(tmp_path, via="torch")
     assert diagnose(write_config(tmp_path, "jamba")).by_token
 
 
-def test_doctor_computes_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("via", [None, "mlx_lm"])
+def test_doctor_computes_nothing(tmp_path: Path, via: str | None) -> None:
     huge = {"hidden_size": 65536, "intermediate_size": 1 << 18, "num_attention_heads": 512}
     before = mx.get_peak_memory()
-    found = diagnose(write_config(tmp_path, "qwen2", torch_dtype="bfloat16", **huge))
+    found = diagnose(write_config(tmp_path, "qwen2", torch_dtype="bfloat16", **huge), via)
     assert found.exportable
     assert found.params[1] > 1e11
     assert mx.get_peak_memory() - before < 1e8
@@ -265,15 +345,15 @@ def test_doctor_says_why_not(tmp_path: Path) -> None:
 
 
 def test_doctor_names_primitive_and_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlx_lm.models import qwen2
+    from mlx_lm.models import helium
 
-    original = qwen2.MLP.__call__
+    original = helium.HeliumMLP.__call__
 
     def blocked(self: Any, x: mx.array) -> mx.array:
         return original(self, mx.from_fp8(mx.to_fp8(x), x.dtype))
 
-    monkeypatch.setattr(qwen2.MLP, "__call__", blocked)
-    found = diagnose(write_config(tmp_path, "qwen2"))
+    monkeypatch.setattr(helium.HeliumMLP, "__call__", blocked)
+    found = diagnose(write_config(tmp_path, "helium"))
     assert found.functional
     assert not found.exportable
     assert [b.layer for b in found.blockers] == ["model.layers.0.mlp"]
@@ -283,7 +363,7 @@ def test_doctor_names_primitive_and_layer(tmp_path: Path, monkeypatch: pytest.Mo
 def test_the_command(tmp_path: Path) -> None:
     from funcrt.cli.app import app
 
-    folder = str(write_config(tmp_path, "qwen2"))
+    folder = str(write_config(tmp_path, WITHOUT))
     done = CliRunner().invoke(app, ["doctor", folder, "--json"])
     assert done.exit_code == 0
     facts = json.loads(done.stdout)
@@ -436,7 +516,7 @@ def test_settings_of_other_tools_are_read(
 def test_packings_that_mlx_lm_does_not_read_are_refused_early(
     tmp_path: Path, legacy: dict[str, Any], words: str
 ) -> None:
-    folder = write_config(tmp_path, "qwen2", quantization_config=legacy)
+    folder = write_config(tmp_path, WITHOUT, quantization_config=legacy)
     with pytest.raises(ConfigError, match=words):
         loading.check(folder)
     assert words in diagnose(str(folder)).reason
@@ -446,4 +526,4 @@ def test_tagged_floats_are_numbers(tmp_path: Path) -> None:
     """transformers writes what JSON lacks as objects."""
     endless = [0.0, {"__float__": "Infinity"}]
     loading.check(write_config(tmp_path, "mamba2", time_step_limit=endless))
-    assert diagnose(str(tmp_path)).functional
+    assert diagnose(str(tmp_path), via="mlx_lm").functional
