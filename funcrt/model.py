@@ -47,7 +47,7 @@ class Model(CallForm):
 
     Args:
         config: frozen description; `config.dtype` is the compute dtype.
-        params: weights as stored, Hugging Face names, dense or affine-quantized.
+        params: weights as stored, Hugging Face names, dense or packed.
         tokenizer: for text; None for a model of ids only.
         family: what has the functions of a family; None takes the one of `config.model_type`.
 
@@ -292,18 +292,12 @@ class Model(CallForm):
 
     def _quantization(self) -> dict[str, object]:
         """The `quantization` entry of MLX checkpoints: the commonest packing and the exceptions."""
-        packings = {
-            base: packing
-            for name, shape in self.spec.items()
-            if (packing := weights.quantization_of(
-                self.params, base := name.removesuffix(".weight"), shape[-1]
-            ))
-        }  # fmt: skip
+        packings = weights.packings(self.spec, self.params)
         if not packings:
             return {}
         common = max(set(packings.values()), key=list(packings.values()).count)
         exceptions = {b: p._asdict() for b, p in packings.items() if p != common}
-        return {"quantization": {**common._asdict(), "mode": "affine", **exceptions}}
+        return {"quantization": {**common._asdict(), **exceptions}}
 
 
 def load_model(folder: str | Path, dtype: mx.Dtype | str | None = None) -> Model:

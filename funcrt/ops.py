@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from funcrt.params import Params, Quantization, dequantize, quantization_of
+from funcrt.packing import PARTS, Quantization, dequantize, quantization_of
+from funcrt.params import Params
 
 import mlx.core as mx
 
@@ -24,10 +25,8 @@ def embed(params: Params, name: str, tokens: mx.array, width: int, dtype: mx.Dty
     packing = quantization_of(params, name, width)
     if packing is None:
         return params[f"{name}.weight"][tokens].astype(dtype)
-    rows = {
-        f"{name}.{part}": params[f"{name}.{part}"][tokens]
-        for part in ("weight", "scales", "biases")
-    }
+    parts = [f"{name}.{part}" for part in PARTS if f"{name}.{part}" in params]
+    rows = {part: params[part][tokens] for part in parts}
     return dequantize(rows, name, packing).astype(dtype)
 
 
@@ -49,12 +48,20 @@ def packed_product(
     return mx.quantized_matmul(
         x,
         params[f"{name}.weight"],
-        params[f"{name}.scales"].astype(x.dtype),
-        params[f"{name}.biases"].astype(x.dtype),
+        *scaling(params, name, packing, x.dtype),
         transpose=transpose,
-        group_size=packing.group_size,
-        bits=packing.bits,
+        **packing._asdict(),
     )
+
+
+def scaling(
+    params: Params, name: str, packing: Quantization, dtype: mx.Dtype
+) -> tuple[mx.array, mx.array | None]:
+    """Scales and biases of a packed matrix, as products with activations of `dtype` take them."""
+    scales = params[f"{name}.scales"]
+    if packing.mode != "affine":
+        return scales, None
+    return scales.astype(dtype), params[f"{name}.biases"].astype(dtype)
 
 
 def fused_linear(params: Params, fused: str, members: tuple[str, ...], x: mx.array) -> mx.array:

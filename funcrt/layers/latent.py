@@ -8,12 +8,10 @@ from funcrt import ops
 from funcrt.cache import CacheEntry, CacheLayout, CacheSpec
 from funcrt.layers.basic import Linear
 from funcrt.layers.part import Part, Run
-from funcrt.params import quantization_of
+from funcrt.packing import PARTS, quantization_of
 from funcrt.rope import RopeConfig
 
 import mlx.core as mx
-
-_PARTS = ("weight", "scales", "biases")
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,7 @@ class LatentAttention(Part):
         """`x [B, H, T, I]` times some rows of each head's share of `up`, or their transpose."""
         name, params = self.up.name, run.params
         own = {}
-        for part in _PARTS:
+        for part in PARTS:
             array = params.get(f"{name}.{part}")
             if array is not None:
                 own[f"{name}.{part}"] = array.reshape(self.heads, -1, array.shape[-1])[:, rows]

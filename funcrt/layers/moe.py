@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from funcrt import ops
-from funcrt.experts import Pick, dispatch, expert_linear, expert_weights
+from funcrt.experts import Pick, dispatch, expert_linear, expert_weights, stored_stack
 from funcrt.layers.basic import Linear
 from funcrt.layers.part import Part, Run
 from funcrt.params import Fusions, Params, ParamSpec
@@ -93,7 +93,7 @@ class StackedExperts(Experts):
     """The same, stored as the stacks themselves: `name.gate_up_proj`, `name.down_proj`."""
 
     def stacks(self, params: Params) -> Params:
-        return {f"{name}.weight": params[name] for name in (self.gate_up, self.down)}
+        return {**stored_stack(params, self.gate_up), **stored_stack(params, self.down)}
 
     def tensors(self) -> ParamSpec:
         return {

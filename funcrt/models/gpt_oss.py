@@ -9,10 +9,12 @@ from typing import Any, ClassVar
 
 from funcrt.config import setting
 from funcrt.expert_config import ExpertConfig
+from funcrt.experts import stored_stack
 from funcrt.layer_types import MixedConfig
 from funcrt.layers import Attention, Linear, MoE, Network, StackedExperts
 from funcrt.models import llama
 from funcrt.models.llama import layer, stack
+from funcrt.packing import Transposed
 from funcrt.params import Params, ParamSpec
 from funcrt.routing import route_top_softmax
 
@@ -79,14 +81,14 @@ class ClampedExperts(StackedExperts):
     def stacks(self, params: Params) -> Params:
         stacks: Params = {}
         for name in (self.gate_up, self.down):
-            stacks[f"{name}.weight"] = params[name].swapaxes(-1, -2)
+            stacks |= stored_stack(params, name, transposed=True)
             stacks[f"{name}.bias"] = params[f"{name}_bias"]
         return stacks
 
     def tensors(self) -> ParamSpec:
         spec: ParamSpec = {}
         for name, (experts, outputs, inputs) in super().tensors().items():
-            spec[name] = (experts, inputs, outputs)
+            spec[name] = Transposed((experts, inputs, outputs))
             spec[f"{name}_bias"] = (experts, outputs)
         return spec
 
