@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+from converters import mlx_names
 from funcrt.config import ModelConfig
 from funcrt.errors import ParamsError
 from funcrt.model import Model
@@ -46,12 +47,13 @@ def make_model(
         ParamsError: missing, unknown or misshapen tensors, all listed.
     """
     params = {name: array for name, array in checkpoint.params.items() if name not in ignore}
-    if dtype is not None:
-        params = cast(params, dtype_name(dtype))
     config = read_config(checkpoint.config, choose_dtype(params, dtype), ignore)
     if config.num_layers > len(params):  # before anything is built for each layer that it claims
         raise ParamsError(f"config has {config.num_layers} layers, but only {len(params)} tensors")
-    params = drop_extras(config, published_names(config, params))
+    params = mlx_names.restore(config, published_names(config, params))
+    params = drop_extras(config, params)
+    if dtype is not None:
+        params = cast(params, dtype_name(dtype))
     model = Model(config, params, checkpoint.tokenizer)
     mx.eval(model.params)  # reading is lazy: a file replaced later must not change the model
     return model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from funcrt import ops
 from funcrt.experts import Pick, dispatch, expert_linear, expert_weights, stored_stack
@@ -26,7 +27,12 @@ class Experts(Part):
         inner: F.
         act: of the gate.
         projections: what gate, up and down are called.
+
+    Class attributes:
+        IN_TURNS: whether rows of `gate_up` are gates and ups in turns, not all gates first.
     """
+
+    IN_TURNS: ClassVar[bool] = False
 
     name: str
     count: int

@@ -70,6 +70,8 @@ class ClampedExperts(StackedExperts):
     Stacks are stored with inputs before outputs, gates and ups in turns, and have biases.
     """
 
+    IN_TURNS: ClassVar[bool] = True
+
     alpha: float
     limit: float
 
