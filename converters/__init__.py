@@ -64,7 +64,7 @@ def load(
                 loading.check(place)
                 place = hub.download(str(source), hub.SMALL + hub.WEIGHTS)
             return loading.load(place, dtype, names)
-        return make_model(_read(source, place, remote, names), dtype, names)
+        return make_model(_read(source, place, remote, names, dtype), dtype, names)
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in (
             "gguf",
@@ -95,7 +95,7 @@ def _locate(source: str | Path) -> tuple[Path, bool]:
 
 
 def _goes_through_mlx_lm(place: Path, via: str | None) -> bool:
-    from converters import huggingface
+    from converters import huggingface, multimodal
     from converters.functional import mlx_lm_source
     from funcrt.models import FAMILIES
     from funcrt.storage import load_json
@@ -109,20 +109,29 @@ def _goes_through_mlx_lm(place: Path, via: str | None) -> bool:
     if via is not None:
         mlx_lm_source.check_version()
         return True
-    if name in FAMILIES:
+    part = multimodal.text_part(config)
+    if name in FAMILIES or (part is not None and part.config["model_type"] in FAMILIES):
         return False
     mlx_lm_source.check_has_module(config)
     return True
 
 
-def _read(source: str | Path, place: Path, remote: bool, ignore: Collection[str]) -> Checkpoint:
+def _read(
+    source: str | Path,
+    place: Path,
+    remote: bool,
+    ignore: Collection[str],
+    dtype: mx.Dtype | str | None,
+) -> Checkpoint:
     from converters import gguf, hub, huggingface
+    from funcrt.params import dtype_name
 
+    wanted = None if dtype is None else dtype_name(dtype)
     if remote:
         huggingface.check_config(place, ignore)
-        return huggingface.read(hub.download(str(source), hub.SMALL + hub.WEIGHTS), ignore)
+        place = hub.download(str(source), hub.SMALL + hub.WEIGHTS)
     if place.is_dir():
-        return huggingface.read(place, ignore)
+        return huggingface.read(place, ignore, wanted)
     if place.suffix == ".safetensors":
         raise SourceError(f"{place} holds tensors only: pass its folder, which has config.json too")
     return gguf.read(place, ignore)

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from converters import mlx_names
+from converters import mlx_names, published
 from funcrt.config import ModelConfig
 from funcrt.errors import ParamsError
 from funcrt.model import Model
@@ -24,11 +24,15 @@ _HEADS = ("lm_head", "embed_out")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A Hugging Face config, tensors under Hugging Face names, and a tokenizer if there is one."""
+    """A Hugging Face config, tensors under Hugging Face names, and a tokenizer if there is one.
+
+    `notes` are what a person should know of what was read, one sentence each.
+    """
 
     config: dict[str, Any]
     params: Params
     tokenizer: Tokenizer | None
+    notes: tuple[str, ...] = ()
 
 
 def make_model(
@@ -44,7 +48,7 @@ def make_model(
 
     Raises:
         ConfigError: see `funcrt.models.read_config`.
-        ParamsError: missing, unknown or misshapen tensors, all listed.
+        ParamsError: missing, unknown or misshapen tensors, all listed; scales that are no numbers.
     """
     params = {name: array for name, array in checkpoint.params.items() if name not in ignore}
     config = read_config(checkpoint.config, choose_dtype(params, dtype), ignore)
@@ -54,7 +58,8 @@ def make_model(
     params = drop_extras(config, params)
     if dtype is not None:
         params = cast(params, dtype_name(dtype))
-    model = Model(config, params, checkpoint.tokenizer)
+    model = Model(config, params, checkpoint.tokenizer, notes=checkpoint.notes)
+    published.check_scales(model.spec, model.params)
     mx.eval(model.params)  # reading is lazy: a file replaced later must not change the model
     return model
 

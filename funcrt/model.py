@@ -50,6 +50,7 @@ class Model(CallForm):
         params: weights as stored, Hugging Face names, dense or packed.
         tokenizer: for text; None for a model of ids only.
         family: what has the functions of a family; None takes the one of `config.model_type`.
+        notes: what a person should know of where it was read from, one sentence each.
 
     Raises:
         ConfigError: unsupported `model_type`.
@@ -62,6 +63,8 @@ class Model(CallForm):
         params: Mapping[str, mx.array],
         tokenizer: Tokenizer | None = None,
         family: Family | None = None,
+        *,
+        notes: tuple[str, ...] = (),
     ) -> None:
         self.family: Family = family or models.family(config.model_type)
         self.config = config
@@ -69,6 +72,7 @@ class Model(CallForm):
         self.params = self._check_params(params)
         self.tokenizer = tokenizer
         self.vocab_size = config.vocab_size
+        self.notes = notes
 
     def _check_params(self, params: Mapping[str, mx.array]) -> Params:
         return weights.check_params(self.spec, params)
