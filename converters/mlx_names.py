@@ -80,7 +80,7 @@ def _rename(family: str, spec: ParamSpec, params: Mapping[str, mx.array]) -> Par
 def _restore_experts(part: Experts, spec: ParamSpec, params: Params) -> None:
     parent = part.name.rpartition(".")[0]
     places = (f"{part.name}.switch_mlp", f"{parent}.switch_mlp", part.name)
-    place = next((name for name in places if f"{name}.down_proj.weight" in params), None)
+    place = next((name for name in places if f"{name}.gate_proj.weight" in params), None)
     if place is None:
         return
     stacks = [_pop_stack(params, f"{place}.{role}_proj", part.count) for role in _ROLES]
