@@ -116,7 +116,11 @@ def _pack_mxfp4(params: Params) -> Params:
     Both have two values in a byte, the first in its low half.
     """
     packed = dict(params)
-    for name in [name for name in params if name.endswith("_blocks")]:
+    for name in params:
+        if name.endswith("_scales") and f"{name.removesuffix('_scales')}_blocks" not in params:
+            raise ParamsError(f"{name} has no {name.removesuffix('_scales')}_blocks beside it")
+        if not name.endswith("_blocks"):
+            continue
         base = name.removesuffix("_blocks")
         blocks, scales = packed.pop(name), packed.pop(f"{base}_scales", None)
         if scales is None:
