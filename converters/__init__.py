@@ -26,6 +26,7 @@ def load(
     *,
     ignore: Collection[str] = (),
     via: str | None = None,
+    lazy: bool = False,
 ) -> Model:
     """Read a model from a GGUF file, a Hugging Face folder, or the hub.
 
@@ -40,6 +41,8 @@ def load(
         ignore: names of config keys, GGUF metadata keys and tensors known not to matter for this
             checkpoint, which would otherwise raise; "tokenizer" loads the model without text.
         via: "mlx_lm" takes mlx-lm's module whatever the model_type; None where there is no family.
+        lazy: leave tensors unread where the format allows it, as they are stored whatever `dtype`,
+            and their values unchecked: for who reads each once, while the files stay as they are.
 
     Raises:
         SourceError: nothing there, no network, or files that are damaged, incomplete or refused.
@@ -64,7 +67,8 @@ def load(
                 loading.check(place)
                 place = hub.download(str(source), hub.SMALL + hub.WEIGHTS)
             return loading.load(place, dtype, names)
-        return make_model(_read(source, place, remote, names, dtype), dtype, names)
+        checkpoint = _read(source, place, remote, names, dtype)
+        return make_model(checkpoint, dtype, names, lazy=lazy)
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in (
             "gguf",

@@ -36,7 +36,11 @@ class Checkpoint:
 
 
 def make_model(
-    checkpoint: Checkpoint, dtype: mx.Dtype | str | None, ignore: Collection[str]
+    checkpoint: Checkpoint,
+    dtype: mx.Dtype | str | None,
+    ignore: Collection[str],
+    *,
+    lazy: bool = False,
 ) -> Model:
     """Check a checkpoint against its config and bind the two.
 
@@ -45,6 +49,7 @@ def make_model(
         dtype: compute in it and cast floating leaves to it; None keeps what is stored and leaves
             the choice to `funcrt.params.choose_dtype`.
         ignore: config keys and tensor names to leave out.
+        lazy: leave tensors unread, as they are stored, and their scales unchecked.
 
     Raises:
         ConfigError: see `funcrt.models.read_config`.
@@ -56,9 +61,11 @@ def make_model(
         raise ParamsError(f"config has {config.num_layers} layers, but only {len(params)} tensors")
     params = mlx_names.restore(config, published_names(config, params))
     params = drop_extras(config, params)
-    if dtype is not None:
+    if dtype is not None and not lazy:
         params = cast(params, dtype_name(dtype))
     model = Model(config, params, checkpoint.tokenizer, notes=checkpoint.notes)
+    if lazy:
+        return model
     published.check_scales(model.spec, model.params)
     mx.eval(model.params)  # reading is lazy: a file replaced later must not change the model
     return model

@@ -21,7 +21,7 @@ from funcrt.params import Params, ParamSpec
 import mlx.core as mx
 
 # Family file -> what names begin with there and here.
-_RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
+RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
     "gpt2": (("model.", ""),),
     "gpt_neox": (
         ("model.h.", "gpt_neox.layers."), ("model.embed_out.", "embed_out."),
@@ -31,7 +31,7 @@ _RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
         ("language_model.model.", "model.language_model."), ("language_model.lm_head.", "lm_head."),
     ),
 }  # fmt: skip
-_RENAMED["qwen3_5_moe"] = _RENAMED["qwen3_5"]
+RENAMED["qwen3_5_moe"] = RENAMED["qwen3_5"]
 _ONE_ADDED = ("qwen3_next", "qwen3_5", "qwen3_5_moe")  # to norms around 1 + weight
 _ROLES = ("gate", "up", "down")
 _ALL_PARTS = (*PARTS, "bias")
@@ -64,7 +64,7 @@ def restore(config: ModelConfig, params: Mapping[str, mx.array]) -> Params:
 
 
 def _rename(family: str, spec: ParamSpec, params: Mapping[str, mx.array]) -> Params:
-    rules = _RENAMED.get(family, ())
+    rules = RENAMED.get(family, ())
     if any(name.startswith(old) for old, _ in rules for name in spec):
         return dict(params)
     renamed = {}
