@@ -8,11 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from funcrt import cache, models, steps, storage
+from funcrt import cache, low_rank, models, steps, storage
 from funcrt import params as weights
 from funcrt._version import __version__
 from funcrt.buckets import Bucket, BucketPlan, default_plan
-from funcrt.cache import FULL, CacheLayout, CacheSpec, CacheState
+from funcrt.cache import FULL, CacheEntry, CacheLayout, CacheSpec, CacheState
 from funcrt.calling import CallForm
 from funcrt.compiled import Compiled
 from funcrt.config import ModelConfig
@@ -75,7 +75,9 @@ class Model(CallForm):
         self.notes = notes
 
     def _check_params(self, params: Mapping[str, mx.array]) -> Params:
-        return weights.check_params(self.spec, params)
+        if not any(low_rank.is_low_rank(name) for name in params):
+            return weights.check_params(self.spec, params)
+        return weights.check_params(self.spec, params, self.family.adaptable(self.config))
 
     def __repr__(self) -> str:
         config = self.config
@@ -145,7 +147,10 @@ class Model(CallForm):
         return spec
 
     def _entries(self, layout: CacheLayout) -> CacheSpec:
-        return self.family.cache_spec(self.config, layout)
+        spec = self.family.cache_spec(self.config, layout)
+        if not low_rank.is_per_row(self.params):
+            return spec
+        return (spec[0], CacheEntry(low_rank.ROWS, ("B",), "int32"), *spec[1:])
 
     def check_cache(self, state: CacheState) -> CacheState:
         """The same arrays in the fixed order. Raises CacheError for a cache of another model."""
@@ -183,6 +188,17 @@ class Model(CallForm):
         ready = self.prepare(self.params)
         weights.evaluate_singly(ready.values())
         return ready
+
+    def with_params(self, params: Mapping[str, mx.array]) -> Model:
+        """The same model with other weights: a fine-tune, or with an adapter.
+
+        Args:
+            params: all of them, of any dtype and packing; changes of low rank may come or go.
+
+        Raises ParamsError if they do not match the config.
+        """
+        kind = type(self)
+        return kind(self.config, params, self.tokenizer, self.family, notes=self.notes)
 
     def in_float32(self) -> Model:
         """The same model over dense, unfused float32 weights, which are computed when used."""

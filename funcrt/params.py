@@ -11,7 +11,9 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from funcrt import low_rank
 from funcrt.errors import ParamsError
+from funcrt.low_rank import Places
 from funcrt.machine import available_memory
 from funcrt.packing import (
     PARTS,
@@ -37,6 +39,7 @@ ParamSpec = dict[str, tuple[int, ...]]
 Fusions = dict[str, tuple[str, ...]]
 
 FLOATS = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+_NOWHERE = Places()
 _STACKED = (*PARTS, "bias")
 # Never cast: what is added to scores of which small differences decide.
 _EXACT = (".e_score_correction_bias",)
@@ -50,13 +53,17 @@ def dtype_name(dtype: mx.Dtype | str) -> str:
     return name
 
 
-def check_params(spec: ParamSpec, params: Mapping[str, mx.array]) -> Params:
+def check_params(
+    spec: ParamSpec, params: Mapping[str, mx.array], places: Places = _NOWHERE
+) -> Params:
     """The same arrays in the order of `spec`.
 
     Args:
         spec: name -> shape of the dense tensor.
         params: dense or packed tensors; of a packed stack that is stored without `.weight` in its
-            name, the packed values are in `NAME.weight`.
+            name, the packed values are in `NAME.weight`. Changes of low rank (`funcrt.low_rank`)
+            come last.
+        places: where there can be changes.
 
     Raises:
         ParamsError: names every missing, unknown and misshapen tensor.
@@ -80,6 +87,10 @@ def check_params(spec: ParamSpec, params: Mapping[str, mx.array]) -> Params:
             problems.append(f"{name}: expected shape {shape}, got {params[name].shape}")
         elif params[name].dtype not in FLOATS.values():
             problems.append(f"{name}: expected a float dtype, got {params[name].dtype}")
+    matrices = {_base(name): packed_shape(shape) for name, shape in spec.items() if len(shape) == 2}
+    changes, wrong = low_rank.check(matrices, params, places)
+    ordered |= changes
+    problems += wrong
     unknown = [name for name in params if name not in ordered]
     if missing:
         problems.insert(0, f"missing: {_listed(missing)}")
@@ -160,6 +171,7 @@ def _fuse(params: Params, fused: str, members: tuple[str, ...]) -> None:
         columns = {None if array is None else array.shape[1:] for array in arrays}
         if len(columns) > 1 or None in columns:
             return
+    low_rank.fuse(params, fused, {name: params[f"{name}.weight"].shape[0] for name in members})
     for part in parts:
         params[f"{fused}.{part}"] = mx.concatenate(
             [params.pop(f"{member}.{part}") for member in members], axis=0

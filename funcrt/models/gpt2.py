@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from funcrt import ops
+from funcrt import low_rank, ops
 from funcrt.config import ModelConfig, setting
 from funcrt.layers import MLP, Attention, Embedding, LayerNorm, Linear, Network, Part, PreNorm, Run
 from funcrt.packing import Transposed, quantization_of
@@ -72,7 +72,8 @@ class Conv1D(Linear):
         params, name = run.params, self.name
         if quantization_of(params, name, self.inputs) is not None:
             return ops.linear(params, name, x)
-        return x @ params[f"{name}.weight"].astype(x.dtype) + params[f"{name}.bias"].astype(x.dtype)
+        y = low_rank.add(params, name, x, x @ params[f"{name}.weight"].astype(x.dtype))
+        return y + params[f"{name}.bias"].astype(x.dtype)
 
     def tensors(self) -> ParamSpec:
         weight, bias = Transposed((self.inputs, self.outputs)), (self.outputs,)
