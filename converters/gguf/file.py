@@ -1,4 +1,4 @@
-"""Reading GGUF files: a header parser that checks every length, and the tensors it describes.
+"""One GGUF file: a header parser that checks every length, and the tensors it describes.
 
 The layout is that of the GGUF specification, versions 2 and 3: magic, version, counts, key-value
 pairs, tensor descriptions, then tensor data, each tensor aligned to `general.alignment` bytes.
@@ -34,8 +34,16 @@ class GGUFTensor:
     name: str
     shape: tuple[int, ...]
     kind: str
+    path: Path
     offset: int
     size: int
+
+    def read(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """The tensor's bytes, `[size]` uint8. Raises SourceError if the file became shorter."""
+        data = np.fromfile(self.path, np.uint8, count=self.size, offset=self.offset)
+        if data.size != self.size:
+            raise SourceError(f"{self.path} changed while it was read; try again")
+        return data
 
 
 @dataclass(frozen=True)
@@ -46,15 +54,8 @@ class GGUFFile:
     metadata: dict[str, Any]
     tensors: dict[str, GGUFTensor]
 
-    def read(self, tensor: GGUFTensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The tensor's bytes, `[size]` uint8. Raises SourceError if the file became shorter."""
-        data = np.fromfile(self.path, np.uint8, count=tensor.size, offset=tensor.offset)
-        if data.size != tensor.size:
-            raise SourceError(f"{self.path} changed while it was read; try again")
-        return data
 
-
-def read_gguf(path: Path) -> GGUFFile:
+def read_header(path: Path) -> GGUFFile:
     """Parse and check the header of a GGUF file; no tensor data is read.
 
     Raises:
@@ -78,7 +79,7 @@ def read_gguf(path: Path) -> GGUFFile:
         if name in tensors:
             raise SourceError(f"{path}: tensor {name!r} appears twice")
         tensors[name] = GGUFTensor(
-            name, shape, kind.name, start + offset, _size(path, name, shape, kind)
+            name, shape, kind.name, path, start + offset, _size(path, name, shape, kind)
         )
     _check_extents(path, list(tensors.values()), size)
     return GGUFFile(path, metadata, tensors)
