@@ -66,7 +66,7 @@ def load(
             if remote:
                 loading.check(place)
                 place = hub.download(str(source), hub.SMALL + hub.WEIGHTS)
-            return loading.load(place, dtype, names)
+            return loading.load(place, dtype, names, lazy=lazy)
         checkpoint = _read(source, place, remote, names, dtype)
         return make_model(checkpoint, dtype, names, lazy=lazy)
     except ModuleNotFoundError as error:
