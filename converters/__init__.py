@@ -113,9 +113,13 @@ def _goes_through_mlx_lm(place: Path, via: str | None) -> bool:
     if via is not None:
         mlx_lm_source.check_version()
         return True
-    part = multimodal.text_part(config)
-    if name in FAMILIES or (part is not None and part.config["model_type"] in FAMILIES):
+    if name in FAMILIES:
         return False
+    part = multimodal.text_part(config)
+    if part is not None:
+        if part.config["model_type"] in FAMILIES:
+            return False
+        mlx_lm_source.check_has_module(part.config)  # its modules take any text for a known one
     mlx_lm_source.check_has_module(config)
     return True
 

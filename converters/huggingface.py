@@ -48,6 +48,8 @@ def read(folder: Path, ignore: Collection[str] = (), dtype: str | None = None) -
     if part is not None:
         params, note = part.take(params)
         notes = (note,)
+        # Published configs of the whole and of the text disagree about it; the file knows.
+        config["tie_word_embeddings"] = not any(name.startswith("lm_head.") for name in params)
     elif "vision_config" in whole:  # families that know their images by themselves
         kind, special = config["model_type"], multimodal.special_ids(whole)
         notes = (multimodal.note(kind, f"{kind}_text", params, special),)

@@ -19,7 +19,6 @@ import mlx.core as mx
 
 # model_type of the whole -> of the text model, where text_config leaves it out.
 WRAPPERS = {
-    "aya_vision": "cohere2",
     "gemma3": "gemma3_text",
     "internvl": "qwen2",
     "lfm2_vl": "lfm2",
@@ -55,7 +54,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
     },
 }  # fmt: skip
-_INHERITED = ("eos_token_id", "quantization", "quantization_config", "tie_word_embeddings")
+_INHERITED = ("eos_token_id", "quantization", "quantization_config")
 _MULTI_ROPE = ("mrope_section", "mrope_interleaved")
 # Keys of the whole that say nothing about the text.
 _ELSEWHERE = {"vision_config", "audio_config", "text_config", "image_token_id", "video_token_id"}
@@ -107,7 +106,7 @@ class TextPart:
 def note(kind: str, text: str, params: Iterable[str], special: Sequence[int]) -> str:
     """What to tell about a checkpoint of which only the text model is read."""
     left = Counter(part for name in params if (part := other_part(name)))
-    parts = ", ".join(f"{part} ({count} tensors)" for part, count in sorted(left.items()))
+    parts = ", ".join(f"{part} (tensors: {count})" for part, count in sorted(left.items()))
     ids = ", ".join(map(str, special))
     marks = f"; ids that stand for images or sounds ({ids}) are plain tokens here" if ids else ""
     return (
@@ -133,9 +132,7 @@ def text_part(config: Mapping[str, Any]) -> TextPart | None:
     model_type = inner.get("model_type") or WRAPPERS[kind]
     text = {**_DEFAULTS.get(str(model_type), {}), **inner, "model_type": model_type}
     text.pop("architectures", None)  # may name the whole
-    for key in _INHERITED:
-        if config.get(key) is not None and (key != "tie_word_embeddings" or key not in inner):
-            text[key] = config[key]
+    text |= {key: config[key] for key in _INHERITED if config.get(key) is not None}
     if model_type in _SAME:
         text = _plain_positions({**text, "model_type": _SAME[model_type]})
         if model_type == "qwen3_vl_moe_text":
@@ -151,7 +148,8 @@ def special_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 def _is_elsewhere(key: str) -> bool:
     ours = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id")
-    return key in _ELSEWHERE or (key.endswith(("_token_id", "_token_index")) and key not in ours)
+    mark = key.endswith(("_token_id", "_token_index")) and key.lstrip("_") not in ours
+    return mark or key in _ELSEWHERE
 
 
 def _plain_positions(text: dict[str, Any]) -> dict[str, Any]:

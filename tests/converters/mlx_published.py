@@ -102,11 +102,16 @@ def make(
 
 def _patch_of(case: str, config: Mapping[str, Any]) -> dict[str, Any]:
     patch = dict(PATCHES.get(case, {}))
+    text = config.get("text_config")
+    if text is None:
+        return patch
+    more: dict[str, Any] = {"tie_word_embeddings": config.get("tie_word_embeddings", False)}
     if config["model_type"] == "qwen3_5":
-        text = config["text_config"]
-        period = text["layer_types"].index("full_attention") + 1
-        patch["text_config"] = {**text, "full_attention_interval": period}
-    return patch
+        more["full_attention_interval"] = text["layer_types"].index("full_attention") + 1
+    if "_vl" in config["model_type"]:
+        more |= {"rope_theta": text["rope_parameters"]["rope_theta"], "norm_topk_prob": True}
+        more["num_experts"] = text.get("num_local_experts", 0)
+    return {**patch, "vocab_size": text["vocab_size"], "text_config": {**text, **more}}
 
 
 def expanded(module: Any) -> Params:
