@@ -189,16 +189,19 @@ class Model(CallForm):
         weights.evaluate_singly(ready.values())
         return ready
 
-    def with_params(self, params: Mapping[str, mx.array]) -> Model:
+    def with_params(
+        self, params: Mapping[str, mx.array], notes: tuple[str, ...] | None = None
+    ) -> Model:
         """The same model with other weights: a fine-tune, or with an adapter.
 
         Args:
             params: all of them, of any dtype and packing; changes of low rank may come or go.
+            notes: see `Model`; None takes those of this one.
 
         Raises ParamsError if they do not match the config.
         """
-        kind = type(self)
-        return kind(self.config, params, self.tokenizer, self.family, notes=self.notes)
+        notes = self.notes if notes is None else notes
+        return type(self)(self.config, params, self.tokenizer, self.family, notes=notes)
 
     def in_float32(self) -> Model:
         """The same model over dense, unfused float32 weights, which are computed when used."""

@@ -231,7 +231,8 @@ def choose_dtype(params: Mapping[str, mx.array], wanted: mx.Dtype | str | None =
         return dtype_name(wanted)
     if mx.default_device().type == mx.DeviceType.cpu and _fits_dense(params):
         return "float32"
-    floats = [array for array in params.values() if array.dtype in FLOATS.values()]
+    base = [array for name, array in params.items() if not low_rank.is_low_rank(name)]
+    floats = [array for array in base if array.dtype in FLOATS.values()]
     matrices = [array for array in floats if array.ndim > 1]
     stored = {dtype_name(array.dtype) for array in matrices or floats}
     return next((dtype for dtype in FLOATS if dtype in stored), "float32")
