@@ -1,106 +1,33 @@
 """A `tokenizers` tokenizer from GGUF metadata.
 
-Byte-level BPE (`tokenizer.ggml.model` = gpt2) stores its vocabulary and merges, but of the
-pre-tokenizer only a name. `PRE_TOKENIZERS` says what each known name stands for: the rules that the
-models' own tokenizer.json files hold.
+Three kinds exist in generating models: byte-level BPE (`tokenizer.ggml.model` = gpt2) with its
+merges and the name of a pre-tokenizer, SentencePiece's BPE with scores (llama), and Gemma 4's with
+merges.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from converters.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+from converters.gguf.sentencepiece import (
+    CONTROL,
+    UNKNOWN,
+    USER_DEFINED,
+    check_bytes,
+    make_merges,
+    make_tokenizer,
+)
 from funcrt.errors import TextError
 from funcrt.text import Tokenizer
 
 import tokenizers
-from tokenizers import (
-    AddedToken,
-    Regex,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-)
+from tokenizers import AddedToken, decoders, models, normalizers, processors
 
-_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_WORDS = rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+"
-_SYMBOLS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
-_LLAMA3 = rf"{_WORDS}|\p{{N}}{{1,3}}|{_SYMBOLS}|{_SPACES}"
-_QWEN2 = rf"{_WORDS}|\p{{N}}|{_SYMBOLS}|{_SPACES}"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_PATHS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
-
-
-def _cased(after: str) -> str:
-    """Words split where lower case turns into upper case, each followed by `after`."""
-    start = r"[^\r\n\p{L}\p{N}]?"
-    return f"{start}{_UPPER}*{_LOWER}+{after}|{start}{_UPPER}+{_LOWER}*{after}"
-
-
-_GPT4O = rf"{_cased(_CONTRACTION + '?')}|\p{{N}}{{1,3}}|{_PATHS}|{_SPACES}"
-_TEKKEN = rf"{_cased('')}|\p{{N}}|{_PATHS}|{_SPACES}"
-
-
-@dataclass(frozen=True)
-class PreTokenizer:
-    """What a `tokenizer.ggml.pre` name stands for.
-
-    Attributes:
-        pattern: regex of the pieces; None is the one built into `ByteLevel` (GPT-2's).
-        digits: split digits one by one first.
-        ignore_merges: a piece that is a token becomes it, whatever the merges give.
-        add_bos: what a missing `tokenizer.ggml.add_bos_token` means.
-        nfc: normalize to NFC first.
-    """
-
-    pattern: str | None = None
-    digits: bool = False
-    ignore_merges: bool = False
-    add_bos: bool = False
-    nfc: bool = False
-
-    def build(self) -> pre_tokenizers.PreTokenizer:
-        """The `tokenizers` object."""
-        steps: list[pre_tokenizers.PreTokenizer] = []
-        if self.digits:
-            steps.append(pre_tokenizers.Digits(individual_digits=True))
-        if self.pattern is not None:
-            steps.append(pre_tokenizers.Split(Regex(self.pattern), behavior="isolated"))
-        steps.append(
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=self.pattern is None)
-        )
-        return pre_tokenizers.Sequence(steps)
-
-
-_GPT2 = PreTokenizer()
-_DIGITS = PreTokenizer(digits=True)
-_LLAMA_BPE = PreTokenizer(_LLAMA3, ignore_merges=True, add_bos=True)
-_QWEN = PreTokenizer(_QWEN2, nfc=True)
-
-PRE_TOKENIZERS = {
-    "gpt-2": _GPT2,
-    "phi-2": _GPT2,
-    "smollm": _DIGITS,
-    "starcoder": _DIGITS,
-    "refact": _DIGITS,
-    "llama-bpe": _LLAMA_BPE,
-    "llama3": _LLAMA_BPE,
-    "llama-v3": _LLAMA_BPE,
-    "dbrx": PreTokenizer(_LLAMA3),
-    "smaug-bpe": PreTokenizer(_LLAMA3),
-    "qwen2": _QWEN,
-    "deepseek-r1-qwen": _QWEN,
-    "gpt-4o": PreTokenizer(_GPT4O),
-    "tekken": PreTokenizer(_TEKKEN, ignore_merges=True, add_bos=True),
-}
-
-_CONTROL, _USER_DEFINED, _UNKNOWN = 3, 4, 2  # values of tokenizer.ggml.token_type
 _STOPS = ("eos", "eot", "eom")  # each ends a reply
 _SKIP = "pass ignore=('tokenizer',) to load the model without text"
+_START = "tokenizer.ggml."
 
 
 def build(metadata: Mapping[str, Any]) -> Tokenizer | None:
@@ -110,28 +37,18 @@ def build(metadata: Mapping[str, Any]) -> Tokenizer | None:
         TextError: a tokenizer kind or pre-tokenizer name that is not known, a list that is missing
             or does not fit the others, or ids outside the vocabulary.
     """
-    kind = metadata.get("tokenizer.ggml.model")
+    kind = metadata.get(f"{_START}model")
     if kind is None:
         return None
-    if kind != "gpt2":
-        raise TextError(f"GGUF tokenizer {kind!r} is not supported; known: gpt2; {_SKIP}")
-    name = metadata.get("tokenizer.ggml.pre", "default")
-    if not isinstance(name, str) or name not in PRE_TOKENIZERS:
-        raise TextError(
-            f"GGUF pre-tokenizer {name!r} is not known; known: {', '.join(PRE_TOKENIZERS)}; {_SKIP}"
-        )
+    if kind not in _KINDS:
+        raise TextError(f"GGUF tokenizer {kind!r} is not supported; known: {_listed()}; {_SKIP}")
     tokens = _strings(metadata, "tokens")
+    types = _types(metadata, len(tokens))
     named = _named_tokens(metadata, tokens)
-    pre = PRE_TOKENIZERS[name]
-    add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", pre.add_bos))
-    add_eos = bool(metadata.get("tokenizer.ggml.add_eos_token", False))
-    tokenizer = _make_bpe(tokens, _strings(metadata, "merges"), pre)
-    _add_special(tokenizer, tokens, metadata.get("tokenizer.ggml.token_type"))
-    _add_template(
-        tokenizer,
-        _wanted("bos", named, add_bos),
-        _wanted("eos", named, add_eos),
-    )
+    tokenizer, bos = _KINDS[kind](metadata, tokens, types, named)
+    add_bos = bool(metadata.get(f"{_START}add_bos_token", bos))
+    add_eos = bool(metadata.get(f"{_START}add_eos_token", False))
+    _add_template(tokenizer, _wanted("bos", named, add_bos), _wanted("eos", named, add_eos))
     template = metadata.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
         raise TextError(f"tokenizer.chat_template: expected text, got {type(template).__name__}")
@@ -150,19 +67,37 @@ def build(metadata: Mapping[str, Any]) -> Tokenizer | None:
     return Tokenizer(tokenizer, config, template, stops)
 
 
-def _make_bpe(tokens: list[str], merges: list[str], pre: PreTokenizer) -> tokenizers.Tokenizer:
-    vocab = {token: index for index, token in enumerate(tokens)}
-    if len(vocab) != len(tokens):
-        repeated = sorted({token for index, token in enumerate(tokens) if vocab[token] != index})
-        raise TextError(f"tokenizer.ggml.tokens lists tokens twice: {repeated[:5]}")
-    pairs = []
-    for merge in merges:
-        left, _, right = merge.partition(" ")
-        if not (left in vocab and right in vocab and left + right in vocab):
-            raise TextError(f"tokenizer.ggml.merges joins {merge!r}, which tokens do not cover")
-        pairs.append((left, right))
+# --- kinds: metadata, tokens, their types, named ones -> tokenizer, and whether BOS is added ------
+
+_Made = tuple[tokenizers.Tokenizer, bool]
+_Named = dict[str, tuple[str, int]]
+
+
+def _byte_level(
+    metadata: Mapping[str, Any], tokens: list[str], types: list[int], named: _Named
+) -> _Made:
+    name = metadata.get(f"{_START}pre", "default")
+    if not isinstance(name, str) or name not in PRE_TOKENIZERS:
+        raise TextError(
+            f"GGUF pre-tokenizer {name!r} is not known; known: {', '.join(PRE_TOKENIZERS)}; {_SKIP}"
+        )
+    pre = PRE_TOKENIZERS[name]
+    tokenizer = _make_byte_level(_vocab(tokens), _merges(metadata, _vocab(tokens)), pre)
+    tokenizer.add_tokens(
+        [
+            AddedToken(token, special=kind != USER_DEFINED, normalized=False)
+            for token, kind in zip(tokens, types, strict=True)
+            if kind in (CONTROL, USER_DEFINED, UNKNOWN)
+        ]
+    )
+    return tokenizer, pre.add_bos
+
+
+def _make_byte_level(
+    vocab: dict[str, int], merges: list[tuple[str, str]], pre: PreTokenizer
+) -> tokenizers.Tokenizer:
     tokenizer = tokenizers.Tokenizer(
-        models.BPE(vocab=vocab, merges=pairs, ignore_merges=pre.ignore_merges)
+        models.BPE(vocab=vocab, merges=merges, ignore_merges=pre.ignore_merges)
     )
     if pre.nfc:
         tokenizer.normalizer = normalizers.NFC()
@@ -171,16 +106,87 @@ def _make_bpe(tokens: list[str], merges: list[str], pre: PreTokenizer) -> tokeni
     return tokenizer
 
 
-def _add_special(tokenizer: tokenizers.Tokenizer, tokens: list[str], types: Any) -> None:
-    if not isinstance(types, list) or len(types) != len(tokens):
+def _scored(
+    metadata: Mapping[str, Any], tokens: list[str], types: list[int], named: _Named
+) -> _Made:
+    scores = metadata.get(f"{_START}scores")
+    if not isinstance(scores, list) or len(scores) != len(tokens):
+        got = f"{len(scores)} entries" if isinstance(scores, list) else "none"
+        raise TextError(f"{_START}scores: expected {len(tokens)} entries, got {got}")
+    vocab = _vocab(tokens)
+    return _spelled(metadata, tokens, types, named, make_merges(vocab, scores, types))
+
+
+def _gemma4(
+    metadata: Mapping[str, Any], tokens: list[str], types: list[int], named: _Named
+) -> _Made:
+    merges = _merges(metadata, _vocab(tokens))
+    return _spelled(metadata, tokens, types, named, merges, prefix=False)
+
+
+def _spelled(
+    metadata: Mapping[str, Any],
+    tokens: list[str],
+    types: list[int],
+    named: _Named,
+    merges: list[tuple[str, str]],
+    prefix: bool = True,
+) -> _Made:
+    vocab = _vocab(tokens)
+    check_bytes(vocab)
+    if metadata.get(f"{_START}remove_extra_whitespaces"):
+        raise TextError(f"{_START}remove_extra_whitespaces is not supported; {_SKIP}")
+    space = bool(metadata.get(f"{_START}add_space_prefix", prefix))
+    unknown = next((t for t, kind in zip(tokens, types, strict=True) if kind == UNKNOWN), None)
+    tokenizer = make_tokenizer(vocab, merges, unknown=unknown, space_prefix=space)
+    tokenizer.add_tokens(
+        [
+            # Spelled like text, tokens of users are found in it once it is spelled so; but with a
+            # prefix to each text they would get one too.
+            AddedToken(
+                token, special=kind != USER_DEFINED, normalized=kind == USER_DEFINED and not space
+            )
+            for token, kind in zip(tokens, types, strict=True)
+            if kind in (CONTROL, USER_DEFINED, UNKNOWN)
+        ]
+    )
+    return tokenizer, True
+
+
+_KINDS = {"gpt2": _byte_level, "llama": _scored, "gemma4": _gemma4}
+
+
+def _listed() -> str:
+    return ", ".join(_KINDS)
+
+
+# --- lists in the metadata -----------------------------------------------------------------------
+
+
+def _vocab(tokens: list[str]) -> dict[str, int]:
+    vocab = {token: index for index, token in enumerate(tokens)}
+    if len(vocab) != len(tokens):
+        repeated = sorted({token for index, token in enumerate(tokens) if vocab[token] != index})
+        raise TextError(f"tokenizer.ggml.tokens lists tokens twice: {repeated[:5]}")
+    return vocab
+
+
+def _merges(metadata: Mapping[str, Any], vocab: Mapping[str, int]) -> list[tuple[str, str]]:
+    pairs = []
+    for merge in _strings(metadata, "merges"):
+        left, _, right = merge.partition(" ")
+        if not (left in vocab and right in vocab and left + right in vocab):
+            raise TextError(f"tokenizer.ggml.merges joins {merge!r}, which tokens do not cover")
+        pairs.append((left, right))
+    return pairs
+
+
+def _types(metadata: Mapping[str, Any], count: int) -> list[int]:
+    types = metadata.get(f"{_START}token_type")
+    if not isinstance(types, list) or len(types) != count:
         got = f"{len(types)} entries" if isinstance(types, list) else "none"
-        raise TextError(f"tokenizer.ggml.token_type: expected {len(tokens)} entries, got {got}")
-    added = [
-        AddedToken(token, special=type_ != _USER_DEFINED, normalized=False)
-        for token, type_ in zip(tokens, types, strict=True)
-        if type_ in (_CONTROL, _USER_DEFINED, _UNKNOWN)
-    ]
-    tokenizer.add_tokens(added)
+        raise TextError(f"tokenizer.ggml.token_type: expected {count} entries, got {got}")
+    return types
 
 
 def _add_template(

@@ -7,7 +7,7 @@ import converters
 from converters import smollm2
 from converters.gguf import tokenizer as gguf_tokenizer
 from converters.gguf.file import read_header
-from converters.gguf.tokenizer import PRE_TOKENIZERS
+from converters.gguf.pre_tokenizers import PRE_TOKENIZERS
 from funcrt.errors import SourceError, TextError
 
 import mlx.core as mx
@@ -170,7 +170,11 @@ def test_qwen2_composes_characters_first(metadata):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"model": "llama"}, "tokenizer 'llama' is not supported; known: gpt2; pass ignore="),
+        (
+            {"model": "bert"},
+            "tokenizer 'bert' is not supported; known: gpt2, llama, .*pass ignore=",
+        ),
+        ({"model": "llama"}, "scores: expected [0-9]+ entries, got none"),
         ({"pre": "zork"}, "pre-tokenizer 'zork' is not known; known: gpt-2, .*smollm"),
         ({"pre": None}, "pre-tokenizer 'default' is not known"),
         ({"tokens": None}, "tokens: expected a list of strings, got NoneType"),
