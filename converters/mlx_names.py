@@ -63,6 +63,12 @@ def restore(config: ModelConfig, params: Mapping[str, mx.array]) -> Params:
     return found
 
 
+def rename(config: ModelConfig, params: Mapping[str, mx.array]) -> Params:
+    """The same tensors under the names of the family of `config`, as far as names alone tell."""
+    family = FAMILIES[config.model_type]
+    return _rename(family.name, family.param_spec(config), params)
+
+
 def _rename(family: str, spec: ParamSpec, params: Mapping[str, mx.array]) -> Params:
     rules = RENAMED.get(family, ())
     if any(name.startswith(old) for old, _ in rules for name in spec):

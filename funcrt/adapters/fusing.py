@@ -10,11 +10,16 @@ from funcrt.params import Params, ParamSpec
 import mlx.core as mx
 
 
-def fuse(model: Model, adapter: Adapter) -> Model:
+def fuse(model: Model, adapter: Adapter, *, lazy: bool = False) -> Model:
     """The fine-tune itself: changes are added in float32, and the sums rounded once.
 
     Sums are stored in the dtype of their matrix. A packed matrix is expanded, changed and packed
     again in the same way, which rounds it once more: `keep` does not.
+
+    Args:
+        model: the base.
+        adapter: what is added.
+        lazy: leave the sums to be computed when they are used.
 
     Raises:
         ParamsError: changes that do not fit the model, all named.
@@ -25,7 +30,8 @@ def fuse(model: Model, adapter: Adapter) -> Model:
     for name, change in adapter.changes.items():
         packed += f"{name}.scales" in params
         made = fuse_matrix(model.spec, params, name, change)
-        mx.eval(made)  # one by one: only one's intermediates exist at a time
+        if not lazy:
+            mx.eval(made)  # one by one: only one's intermediates exist at a time
         params |= made
     notes = (*model.notes, *adapter.notes)
     if packed:
