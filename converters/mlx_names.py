@@ -106,8 +106,8 @@ def _pop_stack(params: Params, name: str, count: int) -> Params:
     for piece, array in stack.items():
         if array.ndim == 0 or array.shape[0] != count:
             raise ParamsError(
-                f"{name}.{piece}: expected a stack of the {count} experts of the config, "
-                f"got {array.shape}"
+                f"{name}.{piece}: expected {count} matrices, got shape {array.shape}; "
+                "the config is of another number of experts or heads"
             )
     return stack
 
