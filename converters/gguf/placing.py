@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from converters.gguf.changes import Join
+from converters.gguf.changes import Change, Join
 from converters.gguf.file import GGUFFile, GGUFTensor
 from converters.gguf.names import Architecture
 from converters.gguf.rope import ROPE_TENSORS
@@ -91,15 +91,26 @@ def _name(rest: str, names: Any) -> tuple[str | None, str]:
     return (f"{names[stem]}.{part}", stem) if stem in names else (None, rest)
 
 
-def read_piece(piece: Piece, architecture: Architecture, config: dict[str, Any]) -> Params:
+def read_piece(
+    piece: Piece,
+    architecture: Architecture,
+    config: dict[str, Any],
+    read: Callable[[GGUFTensor], Parts] = read_tensor,
+) -> Params:
     """The params of a piece: dense, or packed as `funcrt.packing` has it.
+
+    Args:
+        piece: what to read.
+        architecture: names and changes.
+        config: sizes that changes need.
+        read: gives the tensors; others than the file's tell shapes and dtypes without reading it.
 
     Raises:
         SourceError: the file changed meanwhile.
         ParamsError: values that are not finite, or shapes that do not allow what has to be undone.
     """
     try:
-        parts = [read_tensor(tensor) for tensor in piece.tensors]
+        parts = [read(tensor) for tensor in piece.tensors]
         whole = _undo(piece, parts, architecture, config)
         if "{x}" not in piece.name:
             return _placed(piece.name, whole)
@@ -116,13 +127,22 @@ def read_piece(piece: Piece, architecture: Architecture, config: dict[str, Any])
         raise ParamsError(f"{names}: {error}") from None
 
 
+def is_plain(piece: Piece, architecture: Architecture) -> bool:
+    """Whether a piece is one tensor as it is, or matrices of a stack, so that rows stay rows."""
+    return piece.join is None and _change(piece, architecture) is None
+
+
+def _change(piece: Piece, architecture: Architecture) -> Change | None:
+    whole = piece.tensors[0].name.rpartition("blk.")[2].partition(".")[2]  # without the number
+    return architecture.changes.get(piece.key) or architecture.changes.get(whole)
+
+
 def _undo(
     piece: Piece, parts: Sequence[Parts], architecture: Architecture, config: dict[str, Any]
 ) -> Parts:
     if piece.join is not None:
         return piece.join(parts, config)
-    whole = piece.tensors[0].name.rpartition("blk.")[2].partition(".")[2]  # without the number
-    change = architecture.changes.get(piece.key) or architecture.changes.get(whole)
+    change = _change(piece, architecture)
     return parts[0] if change is None else change(parts[0], config)
 
 
