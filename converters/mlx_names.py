@@ -1,6 +1,6 @@
 """Tensors as mlx-lm writes them, under the names and in the layout that their family has.
 
-mlx-lm stacks experts, turns the taps of convolutions around, takes a matrix of latent attention
+mlx-lm stacks experts, names MLPs alike, turns the taps of convolutions around, takes a matrix of latent attention
 apart, and adds 1 to some norms before it writes a checkpoint. All of this is undone here without
 loss, packed or not, and lazily: nothing is computed before it is used.
 """
@@ -34,6 +34,7 @@ RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
 RENAMED["qwen3_5_moe"] = RENAMED["qwen3_5"]
 _ONE_ADDED = ("qwen3_next", "qwen3_5", "qwen3_5_moe")  # to norms around 1 + weight
 _ROLES = ("gate", "up", "down")
+_NUMBERED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _ALL_PARTS = (*PARTS, "bias")
 
 
@@ -55,6 +56,7 @@ def restore(config: ModelConfig, params: Mapping[str, mx.array]) -> Params:
             _restore_experts(part, spec, found)
         elif isinstance(part, LatentAttention):
             _restore_latent(part, found)
+    _restore_numbered(spec, found)
     moved = _restore_taps(spec, found)
     if moved and family.name in _ONE_ADDED:
         _restore_norms(parts, found)
@@ -63,10 +65,10 @@ def restore(config: ModelConfig, params: Mapping[str, mx.array]) -> Params:
     return found
 
 
-def rename(config: ModelConfig, params: Mapping[str, mx.array]) -> Params:
-    """The same tensors under the names of the family of `config`, as far as names alone tell."""
-    family = FAMILIES[config.model_type]
-    return _rename(family.name, family.param_spec(config), params)
+def renamed(name: str) -> list[str]:
+    """What families may call a tensor that mlx-lm calls so, as far as names alone tell."""
+    rules = {rule for family in RENAMED.values() for rule in family}
+    return sorted(new + name.removeprefix(old) for old, new in rules if name.startswith(old))
 
 
 def _rename(family: str, spec: ParamSpec, params: Mapping[str, mx.array]) -> Params:
@@ -172,6 +174,18 @@ def _expand(stack: Params, inputs: int) -> Params:
         stack["weight"].astype(mx.float32) if packing is None else dequantize(named, "w", packing)
     )
     return {"weight": weight}
+
+
+def _restore_numbered(spec: ParamSpec, params: Params) -> None:
+    """`gate_proj`, `up_proj` and `down_proj` of an MLP -> `w1`, `w3` and `w2`."""
+    for name in spec:
+        place, _, last = name.removesuffix(".weight").rpartition(".")
+        theirs = f"{place}.{_NUMBERED.get(last, '')}"
+        if name in params or f"{theirs}.weight" not in params:
+            continue
+        for piece in _ALL_PARTS:
+            if f"{theirs}.{piece}" in params:
+                params[f"{place}.{last}.{piece}"] = params.pop(f"{theirs}.{piece}")
 
 
 def _restore_taps(spec: ParamSpec, params: Params) -> bool:

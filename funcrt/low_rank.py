@@ -41,9 +41,12 @@ def changed(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(halves))
 
 
-def is_per_row(params: Mapping[str, mx.array]) -> bool:
-    """Whether rows of a batch choose among several changes."""
-    return any(is_low_rank(name) and array.ndim == 3 for name, array in params.items())
+def count(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """How many changes besides none the rows of a batch choose from; 0 where all have the same."""
+    stacks = (
+        shape[0] - 1 for name, shape in shapes.items() if is_low_rank(name) and len(shape) == 3
+    )
+    return next(stacks, 0)
 
 
 def check(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -27,6 +28,7 @@ import mlx.core as mx
 
 MADE_BY = "funcrt_version"  # in config.json: only such a folder is ever replaced
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")  # of a large model, see `converters`
 
 
 def _is_model(folder: Path) -> bool:
@@ -36,7 +38,8 @@ def _is_model(folder: Path) -> bool:
         made_by_us = MADE_BY in storage.load_json(folder / CONFIG)
     except SourceError:
         return False
-    return made_by_us and names <= {CONFIG, WEIGHTS, *TOKENIZER_FILES}
+    known = {CONFIG, WEIGHTS, f"{WEIGHTS}.index.json", *TOKENIZER_FILES}
+    return made_by_us and all(name in known or _SHARD.fullmatch(name) for name in names)
 
 
 KIND = Kind("a folder of only the files that a saved model has", _is_model)
@@ -148,7 +151,7 @@ class Model(CallForm):
 
     def _entries(self, layout: CacheLayout) -> CacheSpec:
         spec = self.family.cache_spec(self.config, layout)
-        if not low_rank.is_per_row(self.params):
+        if not self.adapter_count:
             return spec
         return (spec[0], CacheEntry(low_rank.ROWS, ("B",), "int32"), *spec[1:])
 
@@ -219,6 +222,11 @@ class Model(CallForm):
     def whole_cache_spec(self) -> CacheSpec:
         """The arrays of a cache state that keeps every slot."""
         return self.cache_spec(FULL)
+
+    @cached_property
+    def adapter_count(self) -> int:
+        """How many adapters the rows of a batch can choose from."""
+        return low_rank.count({name: array.shape for name, array in self.params.items()})
 
     @property
     def weight_bytes(self) -> tuple[int, int]:

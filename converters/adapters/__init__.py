@@ -8,6 +8,7 @@ from converters import hub, huggingface
 from converters.adapters import mlx_lm, peft
 from converters.adapters.places import Places
 from funcrt.adapters import Adapter
+from funcrt.bundle import Bundle
 from funcrt.errors import ParamsError, SourceError
 from funcrt.model import Model
 from funcrt.storage import load_json
@@ -29,16 +30,16 @@ def locate(source: str | Path) -> Path:
     return hub.download(source, FILES)
 
 
-def read(folder: str | Path, model: Model) -> Adapter:
-    """Read an adapter of a model.
+def read(folder: str | Path, base: Model | Bundle) -> Adapter:
+    """Read an adapter of a model or a bundle.
 
     Args:
         folder: with adapter_config.json, and adapter_model.safetensors as PEFT writes it or
             adapters.safetensors as mlx-lm does.
-        model: its base, whose matrices the adapter's tensors are matched with.
+        base: what it adapts, whose matrices its tensors are matched with.
 
     Returns:
-        Changes under the names of the model, scales included. Its notes say what it is and which
+        Changes under the names of the base, scales included. Its notes say what it is and which
         base it names; that name is not compared with anything.
 
     Raises:
@@ -59,7 +60,7 @@ def read(folder: str | Path, model: Model) -> Adapter:
     tensors = huggingface.read_safetensors(folder / found[0])
     _check_finite(folder, tensors)
     read_form = peft.read if found[0] == peft.WEIGHTS else mlx_lm.read
-    return read_form(folder.name, config, tensors, Places(model))
+    return read_form(folder.name, config, tensors, Places(base))
 
 
 def _check_finite(folder: Path, tensors: dict[str, mx.array]) -> None:

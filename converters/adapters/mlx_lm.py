@@ -30,7 +30,7 @@ def read(name: str, config: Mapping[str, Any], tensors: Params, places: Places) 
     base = config.get("model") or "a base that it does not name"
     note = f"adapter {name}: fine_tune_type {kind} (mlx-lm), made for {base}"
     if kind == "full":
-        return Adapter(name, {}, places.names(tensors), (note,))
+        return Adapter(name, {}, places.whole(tensors), (note,))
     scale = (config.get("lora_parameters") or {}).get("scale")
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise ConfigError(

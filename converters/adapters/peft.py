@@ -103,7 +103,7 @@ def _pattern(config: Mapping[str, Any], key: str, module: str, default: Any) -> 
 
 
 def _check_embedding(name: str, matrix: str, places: Places) -> None:
-    if places.is_tied(matrix):
+    if places.is_tied:
         raise ParamsError(
             f"adapter {name}: changes {matrix} as an embedding only, but this base has it as the "
             "last projection too"
@@ -115,7 +115,7 @@ def _whole(config: Mapping[str, Any], tensors: Params, places: Places) -> list[t
     found = []
     for tensor in tensors:
         module = tensor.removeprefix(_PREFIX).replace(".base_layer.", ".")
-        if places.name(module) in places.model.spec:
+        if places.name(module) in places.names:
             found.append((tensor, module))
     return found
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 
 from converters import mlx_names, multimodal
-from converters.checkpoint import published_names
+from funcrt.bundle import Bundle
+from funcrt.config import ModelConfig
 from funcrt.errors import ParamsError
 from funcrt.layers import Part
 from funcrt.layers.moe import Experts
@@ -20,59 +20,60 @@ import mlx.core as mx
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
 
 
-@dataclass(frozen=True)
 class Places:
-    """The matrices of a model, as adapters name them.
+    """The matrices of a model or a bundle, as adapters name them.
 
     Args:
-        model: the base.
+        base: what is adapted.
+
+    Attributes:
+        names: of its tensors.
     """
 
-    model: Model
-
-    @property
-    def is_module(self) -> bool:
-        """Whether the model is one of mlx-lm's modules, with its names."""
-        return self.model.config.model_type not in FAMILIES or (
-            self.model.family is not FAMILIES[self.model.config.model_type]
-        )
+    def __init__(self, base: Model | Bundle) -> None:
+        self._base = base
+        self.names = set(base.spec if isinstance(base, Model) else base.stored_shapes)
 
     def name(self, tensor: str) -> str:
-        """The model's name of a tensor, which it may or may not have."""
-        if tensor in self.model.spec:
-            return tensor
-        config, one = self.model.config, {multimodal.text_name(tensor): mx.array(0)}
-        if not self.is_module:
-            one = mlx_names.rename(config, published_names(config, one))
-        return next(iter(one))
+        """The base's name of a tensor, which it may or may not have."""
+        text = multimodal.text_name(tensor)
+        known = (tensor, text, text.removeprefix("transformer."), *mlx_names.renamed(text))
+        return next((name for name in known if self._has(name)), text)
 
-    def names(self, tensors: Params) -> Params:
-        """Whole tensors under the model's names, in its layout."""
-        config = self.model.config
-        params = {multimodal.text_name(name): array for name, array in tensors.items()}
-        if self.is_module:
-            return params
-        return mlx_names.restore(config, published_names(config, params))
+    def _has(self, name: str) -> bool:
+        # Stacks of experts are called what their matrices are, without `.weight`.
+        return name in self.names or name.removesuffix(".weight") in self.names
 
     def matrix(self, module: str) -> str:
-        """The model's name, without `.weight`, of what a module's matrix is called elsewhere."""
+        """The base's name, without `.weight`, of what a module's matrix is called elsewhere."""
         return self.name(f"{module}.weight").removesuffix(".weight")
 
+    def whole(self, tensors: Params) -> Params:
+        """Tensors that mlx-lm wrote, under the base's names and in its layout."""
+        config = self._family_config()
+        named = {multimodal.text_name(name): array for name, array in tensors.items()}
+        return named if config is None else mlx_names.restore(config, named)
+
     def experts(self) -> list[Experts]:
-        """The parts of the model whose matrices are those of experts."""
-        if self.is_module:
+        """The parts of the base whose matrices are those of experts."""
+        config = self._family_config()
+        if config is None:
             return []
-        parts: Iterable[Part] = (
-            FAMILIES[self.model.config.model_type].network(self.model.config).walk()
-        )
+        parts: Iterable[Part] = FAMILIES[config.model_type].network(config).walk()
         return [part for part in parts if isinstance(part, Experts)]
 
-    def is_tied(self, matrix: str) -> bool:
-        """Whether a matrix is both the embedding and the last projection."""
-        if self.is_module or not self.model.config.tie_word_embeddings:
-            return False
-        network = FAMILIES[self.model.config.model_type].network(self.model.config)
-        return matrix == network.tied_to
+    def _family_config(self) -> ModelConfig | None:
+        """None for modules of mlx-lm, whose names and layouts are mlx-lm's, and for bundles."""
+        if not isinstance(self._base, Model):
+            return None
+        config = self._base.config
+        return config if self._base.family is FAMILIES.get(config.model_type) else None
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the embedding is the last projection, too."""
+        values = self._base.config_values
+        return bool({**values, **values.get("source", {})}.get("tie_word_embeddings"))
 
     def check_depth(self, name: str, changes: Collection[str]) -> None:
         """Raise ParamsError if an adapter that goes up to the last layer stops before it.
@@ -87,7 +88,7 @@ class Places:
         if not last:
             return
         deepest = -1
-        for tensor in self.model.spec:
+        for tensor in self.names:
             if place := _LAYER.search(tensor):
                 kind = tensor[: place.start(1)] + "*" + tensor[place.end(1) :]
                 if kind in last or kind.removesuffix(".weight") in last:

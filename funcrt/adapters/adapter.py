@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from funcrt.errors import ParamsError
-from funcrt.model import Model
 from funcrt.packing import Transposed, check_packed
 from funcrt.params import Params
 
 import mlx.core as mx
+
+if TYPE_CHECKING:
+    from funcrt.model import Model
 
 
 class Change(NamedTuple):

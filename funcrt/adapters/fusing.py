@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from funcrt.adapters.adapter import Adapter, Change, misfits, refuse, whole_tensors
-from funcrt.model import Model
 from funcrt.packing import Quantization, Transposed, dequantize, quantization_of
 from funcrt.params import Params, ParamSpec
 
 import mlx.core as mx
+
+if TYPE_CHECKING:
+    from funcrt.model import Model
 
 
 def fuse(model: Model, adapter: Adapter, *, lazy: bool = False) -> Model:

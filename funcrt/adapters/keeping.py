@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from funcrt.adapters.adapter import Adapter, Change, misfits, refuse, whole_tensors
 from funcrt.errors import ParamsError
 from funcrt.low_rank import LORA_A, LORA_B, is_low_rank
-from funcrt.model import Model
 from funcrt.packing import packed_shape
 from funcrt.params import Params, ParamSpec
 
 import mlx.core as mx
+
+if TYPE_CHECKING:
+    from funcrt.model import Model
 
 
 def init_adapter(

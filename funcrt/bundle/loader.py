@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from funcrt import cache, streams
+from funcrt import cache, low_rank, streams
 from funcrt.buckets import Bucket, BucketPlan
 from funcrt.bundle import checks
 from funcrt.bundle.manifest import FunctionEntry, Manifest, describe_arrays
@@ -171,6 +171,11 @@ class Bundle(CallForm):
         other = Bundle(self.folder, manifest, self.device, given, self._graphs, self.tokenizer)
         other._imported = self._imported
         return other
+
+    @cached_property
+    def adapter_count(self) -> int:
+        """How many adapters the rows of a batch can choose from."""
+        return low_rank.count(self.stored_shapes)
 
     @property
     def config_values(self) -> Mapping[str, Any]:
