@@ -13,7 +13,7 @@ from typing import Any
 from converters.checkpoint import Checkpoint
 from converters.gguf import tokenizer as gguf_tokenizer
 from converters.gguf.architectures import ARCHITECTURES
-from converters.gguf.file import GGUFFile
+from converters.gguf.file import GGUFFile, read_header
 from converters.gguf.metadata import Metadata
 from converters.gguf.names import Architecture
 from converters.gguf.placing import Piece, plan, read_piece
@@ -23,7 +23,7 @@ from funcrt.errors import ConfigError, ParamsError
 from funcrt.params import Params
 from funcrt.text import Tokenizer
 
-__all__ = ["ARCHITECTURES", "Opened", "open_gguf", "read"]
+__all__ = ["ARCHITECTURES", "Opened", "open_gguf", "read", "read_header"]
 
 
 @dataclass(frozen=True)

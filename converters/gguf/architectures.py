@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from converters.gguf import changes, dense, mixtures, recurrent
+from converters.gguf import changes, dense, mixtures
 from converters.gguf.changes import values
 from converters.gguf.names import (
     AROUND,
@@ -10,28 +10,29 @@ from converters.gguf.names import (
     CORRECTED,
     EXPERTS,
     FUSED_MLP,
+    GATE_UP,
     GEMMA,
     HEADS,
     MIXTRAL,
     PLAIN,
+    SHARED_EXPERT,
     Architecture,
-    shared,
-)  # fmt: skip
+)
+from converters.gguf.recurrent_architectures import RECURRENT
 
 ARCHITECTURES = {
     "llama": Architecture(
         config=dense.llama,
         block={**PLAIN, **MIXTRAL},
         changes=HEADS,
-        families=("llama", "mixtral"),
+        families=("llama", "mistral", "mixtral"),
     ),
     "qwen2": Architecture(config=dense.qwen2, block=PLAIN, families=("qwen2",)),
     "qwen3": Architecture(config=dense.qwen3, block=PLAIN, families=("qwen3",)),
     "qwen2moe": Architecture(
         config=mixtures.qwen2_moe,
         block={
-            **PLAIN, **EXPERTS, **shared("shared_expert"),
-            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+            **PLAIN, **SHARED_EXPERT,
         },
         changes={"ffn_gate_inp_shexp": values(changes.one_row)},
         families=("qwen2_moe",),
@@ -171,52 +172,18 @@ ARCHITECTURES = {
         block={**ATTENTION, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
         families=("starcoder2",),
     ),
-    "mamba2": Architecture(
-        config=recurrent.mamba2,
-        top={
-            "token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f",
-            "output": "lm_head",
-        },
-        block={
-            "attn_norm": "norm",
-            "ssm_in": "mixer.in_proj",
-            "ssm_out": "mixer.out_proj",
-            "ssm_conv1d": "mixer.conv1d",
-            "ssm_norm": "mixer.norm",
-            "ssm_dt.bias": "mixer.dt_bias",
-            "ssm_a": "mixer.A_log",
-            "ssm_d": "mixer.D",
-        },
-        layers="backbone.layers",
-        changes={
-            "ssm_a": values(changes.log_decay),
-            "ssm_d": values(changes.flat),
-            "ssm_norm": values(changes.flat),
-            "ssm_conv1d.weight": values(changes.channels),
-        },
-        families=("mamba2",),
-    ),
-    "lfm2": Architecture(
-        config=recurrent.lfm2,
-        top={
-            "token_embd": "model.embed_tokens", "token_embd_norm": "model.embedding_norm",
-            "output_norm": "model.embedding_norm", "output": "lm_head",
-        },
+    "granitemoe": Architecture(
+        config=mixtures.granitemoe,
         block={
             **ATTENTION,
-            "attn_norm": "operator_norm",
-            "attn_output": "self_attn.out_proj",
-            "attn_q_norm": "self_attn.q_layernorm",
-            "attn_k_norm": "self_attn.k_layernorm",
-            "ffn_norm": "ffn_norm",
-            "ffn_gate": "feed_forward.w1",
-            "ffn_up": "feed_forward.w3",
-            "ffn_down": "feed_forward.w2",
-            "shortconv.conv": "conv.conv",
-            "shortconv.in_proj": "conv.in_proj",
-            "shortconv.out_proj": "conv.out_proj",
+            "ffn_gate_inp": "block_sparse_moe.router.layer",
+            "ffn_down_exps": "block_sparse_moe.output_linear",
         },
-        changes={"shortconv.conv.weight": values(changes.channels)},
-        families=("lfm2",),
+        changes=HEADS,
+        joins={
+            "block_sparse_moe.input_linear.weight": (GATE_UP, changes.after_each_other),
+        },
+        families=("granitemoe",),
     ),
+    **RECURRENT,
 }  # fmt: skip

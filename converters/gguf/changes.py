@@ -7,6 +7,7 @@ rows work on packed matrices too; changes of values and shapes need the dense te
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from converters.gguf.tensors import Parts
@@ -100,6 +101,44 @@ def by_heads(parts: Parts, config: Config) -> Parts:
     return reordered(parts, order)
 
 
+def tiled(place: str, width: str | None = None) -> Change:
+    """Value heads from the order in which ggml repeats key heads to the groups of each key head.
+
+    Args:
+        place: "rows", "columns", or "last" for those that follow queries and keys in the rows.
+        width: key of the config for the rows of a head; None is one.
+    """
+
+    def apply(parts: Parts, config: Config) -> Parts:
+        keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+        size = 1 if width is None else config[width]
+        order = np.arange(heads * size).reshape(-1, keys, size).swapaxes(0, 1).reshape(-1)
+        if place == "columns":
+            if size % 32:  # groups of packed columns would be torn
+                parts = {"": dense(parts)}
+            return {
+                part: a.reshape(-1, heads // keys, keys, a.shape[-1] // heads)
+                .swapaxes(1, 2)
+                .reshape(a.shape)
+                for part, a in parts.items()
+            }
+        before = 0 if place == "rows" else 2 * keys * config["linear_key_head_dim"]
+        return reordered(parts, np.concatenate([np.arange(before), before + order]))
+
+    return apply
+
+
+def chain(*changes: Change) -> Change:
+    """Several changes, one after another."""
+
+    def apply(parts: Parts, config: Config) -> Parts:
+        for change in changes:
+            parts = change(parts, config)
+        return parts
+
+    return apply
+
+
 def reordered(parts: Parts, order: np.ndarray[Any, Any]) -> Parts:
     """The same rows (first axis) in another order."""
     index = mx.array(order.astype(np.int32))
@@ -142,3 +181,29 @@ def latent_maps(tensors: Sequence[Parts], config: Config) -> Parts:
     keys, values_ = (dense(parts) for parts in tensors)
     joined = mx.concatenate([keys.swapaxes(1, 2), values_], axis=1)
     return {"": joined.reshape(-1, joined.shape[-1])}
+
+
+def after_each_other(tensors: Sequence[Parts], config: Config) -> Parts:
+    """Stacks `[X, F, E]` of gates and of ups -> `[X, 2 F, E]`."""
+    gate, up = same_form(tensors)
+    return {part: mx.concatenate([gate[part], up[part]], axis=1) for part in gate}
+
+
+def by_key_heads(tensors: Sequence[Parts], config: Config) -> Parts:
+    """Rows of all queries, keys, values and rows of all gates -> those of each key head in turn."""
+    heads, size = config["linear_num_key_heads"], config["linear_key_head_dim"]
+    values_ = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+    starts = np.cumsum([0, heads * size, heads * size, values_, values_])
+    order = np.concatenate(
+        [np.arange(start, end).reshape(heads, -1) for start, end in pairwise(starts)],
+        axis=1,
+    )
+    mixed, gate = tensors if _alike(tensors) else [{"": dense(parts)} for parts in tensors]
+    joined = {part: mx.concatenate([mixed[part], gate[part]]) for part in mixed}
+    return reordered(joined, order.reshape(-1))
+
+
+def _alike(tensors: Sequence[Parts]) -> bool:
+    """Whether rows of the tensors can be put together as they are."""
+    forms = {tuple((part, a.shape[1:], a.dtype) for part, a in parts.items()) for parts in tensors}
+    return len(forms) == 1

@@ -17,8 +17,17 @@ MEAN_EPSILON = "attention.layer_norm_epsilon"
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def plain(own: Metadata, model_type: str, norm: str = "rms_norm_eps") -> Config:
-    """What nearly all architectures have, with their norm's epsilon under the key `norm`."""
+def plain(own: Metadata, model_type: str, norm: str = "rms_norm_eps", width: bool = True) -> Config:
+    """What nearly all architectures have.
+
+    Args:
+        own: the metadata.
+        model_type: of the result.
+        norm: key of the norm's epsilon.
+        width: whether there is an MLP besides experts.
+
+    Raises ConfigError or ParamsError for what is missing or impossible.
+    """
     layers = own.count("block_count")
     own.check_layers(layers)
     heads, hidden = own.count("attention.head_count"), own.count("embedding_length")
@@ -34,7 +43,7 @@ def plain(own: Metadata, model_type: str, norm: str = "rms_norm_eps") -> Config:
         "model_type": model_type,
         "vocab_size": own.count("vocab_size", own.rows("token_embd.weight")),
         "hidden_size": hidden,
-        "intermediate_size": own.count("feed_forward_length"),
+        **({"intermediate_size": own.count("feed_forward_length")} if width else {}),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": own.count("attention.head_count_kv", heads),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from converters.gguf.config import EPSILON, Config, expert_count, layer_types, plain
+from converters.gguf.dense import granite
 from converters.gguf.metadata import Metadata
 from converters.gguf.rope import rope_scaling
 
@@ -15,11 +16,18 @@ def qwen2_moe(own: Metadata) -> Config:
         **plain(own, "qwen2_moe"),
         "num_experts": expert_count(own),
         "num_experts_per_tok": own.count("expert_used_count"),
-        "moe_intermediate_size": _expert_width(own),
-        "shared_expert_intermediate_size": own.count(
-            "expert_shared_feed_forward_length", own.rows("blk.0.ffn_gate_shexp.weight")
-        ),
+        **shared_expert(own),
         "norm_topk_prob": False,
+    }
+
+
+def granitemoe(own: Metadata) -> Config:
+    """Granite 3 with experts."""
+    return {
+        **granite(own),
+        "model_type": "granitemoe",
+        "num_local_experts": expert_count(own),
+        "num_experts_per_tok": own.count("expert_used_count"),
     }
 
 
@@ -30,12 +38,23 @@ def qwen3_moe(own: Metadata) -> Config:
         "attention_bias": own.has("blk.0.attn_q.bias"),
         "num_experts": expert_count(own),
         "num_experts_per_tok": own.count("expert_used_count"),
-        "moe_intermediate_size": _expert_width(own),
+        "moe_intermediate_size": expert_width(own),
         "norm_topk_prob": True,
     }
 
 
-def _expert_width(own: Metadata) -> int:
+def shared_expert(own: Metadata) -> Config:
+    """The widths of experts, and of the one that all tokens go through."""
+    return {
+        "moe_intermediate_size": expert_width(own),
+        "shared_expert_intermediate_size": own.count(
+            "expert_shared_feed_forward_length", own.rows("blk.0.ffn_gate_shexp.weight")
+        ),
+    }
+
+
+def expert_width(own: Metadata) -> int:
+    """F of one expert."""
     stacks = (t.shape[1] for n, t in own.tensors.items() if n.endswith(".ffn_gate_exps.weight"))
     return own.count("expert_feed_forward_length", next(stacks, None))
 
@@ -47,7 +66,7 @@ def gpt_oss(own: Metadata) -> Config:
         config["rope_scaling"]["truncate"] = False
     return {
         **config,
-        "intermediate_size": _expert_width(own),
+        "intermediate_size": expert_width(own),
         "num_local_experts": expert_count(own),
         "num_experts_per_tok": own.count("expert_used_count"),
         "sliding_window": own.count("attention.sliding_window"),
@@ -126,7 +145,7 @@ def _routed(own: Metadata) -> Config:
         "n_routed_experts": expert_count(own),
         "n_shared_experts": own.count("expert_shared_count"),
         "num_experts_per_tok": own.count("expert_used_count"),
-        "moe_intermediate_size": _expert_width(own),
+        "moe_intermediate_size": expert_width(own),
         "first_k_dense_replace": own.get("leading_dense_block_count") or 0,
         "routed_scaling_factor": own.get("expert_weights_scale") or 1.0,
         "n_group": groups,

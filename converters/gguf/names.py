@@ -30,7 +30,7 @@ class Architecture:
         layers: what Hugging Face calls `blk`.
         changes: by stem or whole name, for those that do not arrive as they left.
         joins: Hugging Face name of a block -> the whole names of its pieces, and what joins them.
-        families: the `model_type`s that may come out.
+        families: the `model_type`s whose checkpoints are written so (a mistral comes out as a llama).
     """
 
     config: Reader
@@ -95,3 +95,7 @@ GEMMA = {
         "attn_q_norm", "attn_k_norm",
     )
 }  # fmt: skip
+SHARED_EXPERT = {
+    **EXPERTS, **shared("shared_expert"), "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+}  # fmt: skip
+GATE_UP = ("ffn_gate_exps.weight", "ffn_up_exps.weight")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from converters.gguf.config import EPSILON, FULL, Config
+from converters.gguf.config import EPSILON, FULL, Config, expert_count, plain
 from converters.gguf.metadata import Metadata
+from converters.gguf.mixtures import shared_expert
 
 
 def lfm2(own: Metadata) -> Config:
@@ -61,4 +62,49 @@ def mamba2(own: Metadata) -> Config:
         "use_bias": own.has("blk.0.ssm_in.bias"),
         "use_conv_bias": own.has("blk.0.ssm_conv1d.bias"),
         "time_step_limit": None,
+    }
+
+
+def qwen3_next(own: Metadata) -> Config:
+    """Qwen3-Next."""
+    return {**_delta(own, "qwen3_next"), **_choosing(own), "norm_topk_prob": True}
+
+
+def qwen3_5(own: Metadata) -> Config:
+    """The text model of Qwen3.5."""
+    return _delta(own, "qwen3_5_text")
+
+
+def qwen3_5_moe(own: Metadata) -> Config:
+    """The text model of Qwen3.5 with experts."""
+    return {**_delta(own, "qwen3_5_moe_text"), **_choosing(own)}
+
+
+def _delta(own: Metadata, model_type: str) -> Config:
+    own.get("rope.dimension_sections")  # of images
+    config = plain(own, model_type, width=model_type != "qwen3_5_moe_text")
+    layers = config["num_hidden_layers"] - (own.get("nextn_predict_layers") or 0)
+    interval = own.count("full_attention_interval", 4)
+    recurrent = own.flags("attention.recurrent_layers", layers)
+    if not isinstance(recurrent, list):
+        recurrent = [bool((i + 1) % (recurrent or interval)) for i in range(layers)]
+    heads = own.count("ssm.time_step_rank")
+    return {
+        **config,
+        "num_hidden_layers": layers,
+        "layer_types": ["linear_attention" if flag else FULL for flag in recurrent],
+        "partial_rotary_factor": config.get("partial_rotary_factor", 1.0),
+        "linear_conv_kernel_dim": own.count("ssm.conv_kernel"),
+        "linear_key_head_dim": own.count("ssm.state_size"),
+        "linear_num_key_heads": own.count("ssm.group_count"),
+        "linear_num_value_heads": heads,
+        "linear_value_head_dim": own.count("ssm.inner_size") // heads,
+    }
+
+
+def _choosing(own: Metadata) -> Config:
+    return {
+        "num_experts": expert_count(own),
+        "num_experts_per_tok": own.count("expert_used_count"),
+        **shared_expert(own),
     }

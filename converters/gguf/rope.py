@@ -108,6 +108,9 @@ def _llama3(own: Metadata, theta: float, dims: int, original: Any) -> dict[str, 
             length, high = -slope / offset, 1 - 1 / offset
             if np.isfinite([length, high]).all():
                 guesses.append((round(float(length)), round(float(high), 3)))
+        if between.any():  # for the usual high, one point gives the line
+            length = (s[between] * 3.0 + 1) / inverse_wavelengths[between]
+            guesses.append((round(float(length[0])), 4.0))
         for length, high in guesses:
             line = ((length * inverse_wavelengths - 1) / (high - 1)).clip(0, 1)
             if np.allclose(1 / ((1 - line) / factor + line), divisors, rtol=1e-4, atol=0):
