@@ -1,8 +1,8 @@
 """Tensors as mlx-lm writes them, under the names and in the layout that their family has.
 
-mlx-lm stacks experts, names MLPs alike, turns the taps of convolutions around, takes a matrix of latent attention
-apart, and adds 1 to some norms before it writes a checkpoint. All of this is undone here without
-loss, packed or not, and lazily: nothing is computed before it is used.
+mlx-lm stacks experts, names MLPs alike, turns the taps of convolutions around, takes a matrix of
+latent attention apart, and adds 1 to some norms before it writes a checkpoint. All of this is
+undone here without loss, packed or not, and lazily: nothing is computed before it is used.
 """
 
 from __future__ import annotations
