@@ -30,7 +30,7 @@ class Architecture:
         layers: what Hugging Face calls `blk`.
         changes: by stem or whole name, for those that do not arrive as they left.
         joins: Hugging Face name of a block -> the whole names of its pieces, and what joins them.
-        families: the `model_type`s whose checkpoints are written so (a mistral comes out as a llama).
+        families: the `model_type`s that are written so (a mistral comes back as a llama).
     """
 
     config: Reader
