@@ -117,6 +117,15 @@ def test_more_layers_than_tensors(tiny):
     refuse(tiny.hf(), ParamsError, "10000 layers, but only")
 
 
+@pytest.mark.parametrize(
+    ("layers", "match"),
+    [(3, r"missing: model\.layers\.2\."), (1, r"unknown: model\.layers\.1\.")],
+)
+def test_another_number_of_layers(tiny, layers, match):
+    tiny.config["num_hidden_layers"] = layers
+    refuse(tiny.hf(), ParamsError, match)
+
+
 # --- damaged files -------------------------------------------------------------------------------
 
 
