@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from converters.mlx_names import published_layout
+from converters import mlx_names, published
 from funcrt.config import ModelConfig
 from funcrt.errors import ParamsError
 from funcrt.model import Model
@@ -25,15 +25,23 @@ _STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A Hugging Face config, tensors under Hugging Face names, and a tokenizer if there is one."""
+    """A Hugging Face config, tensors under Hugging Face names, and a tokenizer if there is one.
+
+    `notes` are what a person should know of what was read, one sentence each.
+    """
 
     config: dict[str, Any]
     params: Params
     tokenizer: Tokenizer | None
+    notes: tuple[str, ...] = ()
 
 
 def make_model(
-    checkpoint: Checkpoint, dtype: mx.Dtype | str | None, ignore: Collection[str]
+    checkpoint: Checkpoint,
+    dtype: mx.Dtype | str | None,
+    ignore: Collection[str],
+    *,
+    lazy: bool = False,
 ) -> Model:
     """Check a checkpoint against its config and bind the two.
 
@@ -42,20 +50,24 @@ def make_model(
         dtype: compute in it and cast floating leaves to it; None keeps what is stored and leaves
             the choice to `funcrt.params.choose_dtype`.
         ignore: config keys and tensor names to leave out.
+        lazy: leave tensors unread, as they are stored, and their scales unchecked.
 
     Raises:
         ConfigError: see `funcrt.models.read_config`.
-        ParamsError: missing, unknown or misshapen tensors, all listed.
+        ParamsError: missing, unknown or misshapen tensors, all listed; scales that are no numbers.
     """
     params = {name: array for name, array in checkpoint.params.items() if name not in ignore}
-    if dtype is not None:
-        params = cast(params, dtype_name(dtype))
     config = read_config(checkpoint.config, choose_dtype(params, dtype), ignore)
     if config.num_layers > len(params):  # before anything is built for each layer that it claims
         raise ParamsError(f"config has {config.num_layers} layers, but only {len(params)} tensors")
-    params = published_layout(config, published_names(config, params))
+    params = mlx_names.restore(config, published_names(config, params))
     params = drop_extras(config, stack_experts(config, params))
-    model = Model(config, params, checkpoint.tokenizer)
+    if dtype is not None and not lazy:
+        params = cast(params, dtype_name(dtype))
+    model = Model(config, params, checkpoint.tokenizer, notes=checkpoint.notes)
+    if lazy:
+        return model
+    published.check_scales(model.spec, model.params)
     mx.eval(model.params)  # reading is lazy: a file replaced later must not change the model
     return model
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
+from converters import multimodal, published
 from converters.checkpoint import Checkpoint
 from funcrt.errors import ParamsError, SourceError
 from funcrt.models import read_config
@@ -19,34 +20,61 @@ CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-# float64 and 8-bit floats have no form that the graphs could take; uint32 holds packed weights.
-_DTYPES = ("F32", "F16", "BF16", "U32")
+# Other floats have no form that the graphs could take; uint32 holds packed weights, one byte their
+# scales, or values that `published` expands.
+_DTYPES = ("F32", "F16", "BF16", "U32", "U8", "F8_E4M3", "F8_E8M0")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
-def read(folder: Path, ignore: Collection[str] = ()) -> Checkpoint:
+def read(folder: Path, ignore: Collection[str] = (), dtype: str | None = None) -> Checkpoint:
     """Read config, tensors and tokenizer of a checkpoint folder; no network.
 
     Args:
         folder: the folder.
         ignore: config keys known not to matter; "tokenizer" leaves the tokenizer out.
+        dtype: of what is expanded, see `published.expand`.
 
     Raises:
         SourceError: a file is missing, damaged, outside the folder, or in a format that is refused.
         ConfigError: see `check_config`.
-        ParamsError: tensors of types that are not supported.
+        ParamsError: tensors of types that are not supported, or scales that do not fit.
         TextError: see `Tokenizer.from_folder`.
     """
+    whole = read_json(folder)
     config = check_config(folder, ignore)
+    part = multimodal.text_part(whole)
+    params = read_tensors(folder, multimodal.other_part)
+    notes: tuple[str, ...] = ()
+    if part is not None:
+        params, note = part.take(params)
+        notes = (note,)
+        # Published configs of the whole and of the text disagree about it; the file knows.
+        config["tie_word_embeddings"] = not any(name.startswith("lm_head.") for name in params)
+    elif "vision_config" in whole:  # families that know their images by themselves
+        kind, special = config["model_type"], multimodal.special_ids(whole)
+        notes = (multimodal.note(kind, f"{kind}_text", params, special),)
+    params = published.expand(whole if part is None else part.config, params, dtype)
+    has_tokenizer = (folder / "tokenizer.json").is_file() and "tokenizer" not in ignore
+    tokenizer = Tokenizer.from_folder(folder) if has_tokenizer else None
+    return Checkpoint(config, params, tokenizer, notes)
+
+
+def read_tensors(folder: Path, other_part: Callable[[str], str] = lambda _: "") -> Params:
+    """All tensors of a folder under the names in its files, read lazily.
+
+    Args:
+        folder: the folder.
+        other_part: says of names that may be of any type what they belong to.
+
+    Raises SourceError, ParamsError: see `read`.
+    """
     params: Params = {}
     for name, expected in _weight_files(folder).items():
-        for key, array in read_safetensors(folder / name, expected).items():
+        for key, array in read_safetensors(folder / name, expected, other_part).items():
             if key in params:
                 raise SourceError(f"{folder}: tensor {key!r} is in {name} and in another file")
             params[key] = array
-    has_tokenizer = (folder / "tokenizer.json").is_file() and "tokenizer" not in ignore
-    tokenizer = Tokenizer.from_folder(folder) if has_tokenizer else None
-    return Checkpoint(config, params, tokenizer)
+    return params
 
 
 def check_weights(folder: Path) -> None:
@@ -56,20 +84,38 @@ def check_weights(folder: Path) -> None:
 
 
 def check_config(folder: Path, ignore: Collection[str] = ()) -> dict[str, Any]:
-    """The folder's config.json, once it is known to describe a supported model.
+    """The config of the text model in a folder, once it is known to be supported.
+
+    Of a checkpoint that sees or hears it is that of its text model, see `multimodal`.
 
     Raises SourceError if there is no readable config.json, ConfigError for unsupported models.
     """
-    if not (folder / CONFIG).is_file():
-        raise SourceError(
-            f"{folder} has no {CONFIG}: a Hugging Face checkpoint has one{_hint(folder)}"
-        )
-    config = load_json(folder / CONFIG)
+    config = text_config(read_json(folder))
     read_config(config, ignore=ignore)
     return config
 
 
-def read_safetensors(path: Path, expected: Iterable[str] = ()) -> Params:
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What `funcrt.models.read_config` takes of a config.json.
+
+    Raises ConfigError for weights that are quantized in a way that is not read.
+    """
+    part = multimodal.text_part(config)
+    return published.without_settings(config if part is None else part.config)
+
+
+def read_json(folder: Path) -> dict[str, Any]:
+    """The config.json of a folder as it is. Raises SourceError if there is none to be read."""
+    if not (folder / CONFIG).is_file():
+        raise SourceError(
+            f"{folder} has no {CONFIG}: a Hugging Face checkpoint has one{_hint(folder)}"
+        )
+    return load_json(folder / CONFIG)
+
+
+def read_safetensors(
+    path: Path, expected: Iterable[str] = (), other_part: Callable[[str], str] = lambda _: ""
+) -> Params:
     """The tensors of one file, read lazily.
 
     MLX trusts headers, so the `safetensors` library checks this one first: sizes, offsets, length.
@@ -77,13 +123,18 @@ def read_safetensors(path: Path, expected: Iterable[str] = ()) -> Params:
     Args:
         path: the file.
         expected: names that it must hold.
+        other_part: see `read_tensors`.
 
     Raises:
         SourceError: a damaged file, or one without the expected tensors.
         ParamsError: tensors of types that are not supported.
     """
     kinds = _check_header(path, expected)
-    refused = sorted(f"{name} ({kind})" for name, kind in kinds.items() if kind not in _DTYPES)
+    refused = sorted(
+        f"{name} ({kind})"
+        for name, kind in kinds.items()
+        if kind not in _DTYPES and not other_part(name)
+    )
     if refused:
         raise ParamsError(
             f"{path} has tensors of types that are not supported: {_listed(refused)}; "

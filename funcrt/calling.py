@@ -57,6 +57,11 @@ class CallForm(ABC):
     def weight_bytes(self) -> tuple[int, int]:
         """Bytes of the prepared weights, and of stored ones that live beside them."""
 
+    @property
+    def adapter_count(self) -> int:
+        """How many adapters the rows of a batch can choose from, see `funcrt.adapters.stack`."""
+        return 0
+
     @abstractmethod
     def init_cache(self, batch: int, capacity: int) -> CacheState:
         """An empty cache state for `batch` rows and `capacity` slots, one of them scratch."""

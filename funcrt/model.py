@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from funcrt import cache, models, steps, storage
+from funcrt import cache, low_rank, models, steps, storage
 from funcrt import params as weights
 from funcrt._version import __version__
 from funcrt.buckets import Bucket, BucketPlan, default_plan
-from funcrt.cache import FULL, CacheLayout, CacheSpec, CacheState
+from funcrt.cache import FULL, CacheEntry, CacheLayout, CacheSpec, CacheState
 from funcrt.calling import CallForm
 from funcrt.compiled import Compiled
 from funcrt.config import ModelConfig
@@ -27,6 +28,7 @@ import mlx.core as mx
 
 MADE_BY = "funcrt_version"  # in config.json: only such a folder is ever replaced
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")  # of a large model, see `converters`
 
 
 def _is_model(folder: Path) -> bool:
@@ -36,7 +38,8 @@ def _is_model(folder: Path) -> bool:
         made_by_us = MADE_BY in storage.load_json(folder / CONFIG)
     except SourceError:
         return False
-    return made_by_us and names <= {CONFIG, WEIGHTS, *TOKENIZER_FILES}
+    known = {CONFIG, WEIGHTS, f"{WEIGHTS}.index.json", *TOKENIZER_FILES}
+    return made_by_us and all(name in known or _SHARD.fullmatch(name) for name in names)
 
 
 KIND = Kind("a folder of only the files that a saved model has", _is_model)
@@ -47,9 +50,10 @@ class Model(CallForm):
 
     Args:
         config: frozen description; `config.dtype` is the compute dtype.
-        params: weights as stored, Hugging Face names, dense or affine-quantized.
+        params: weights as stored, Hugging Face names, dense or packed.
         tokenizer: for text; None for a model of ids only.
         family: what has the functions of a family; None takes the one of `config.model_type`.
+        notes: what a person should know of where it was read from, one sentence each.
 
     Raises:
         ConfigError: unsupported `model_type`.
@@ -62,6 +66,8 @@ class Model(CallForm):
         params: Mapping[str, mx.array],
         tokenizer: Tokenizer | None = None,
         family: Family | None = None,
+        *,
+        notes: tuple[str, ...] = (),
     ) -> None:
         self.family: Family = family or models.family(config.model_type)
         self.config = config
@@ -69,9 +75,12 @@ class Model(CallForm):
         self.params = self._check_params(params)
         self.tokenizer = tokenizer
         self.vocab_size = config.vocab_size
+        self.notes = notes
 
     def _check_params(self, params: Mapping[str, mx.array]) -> Params:
-        return weights.check_params(self.spec, params)
+        if not any(low_rank.is_low_rank(name) for name in params):
+            return weights.check_params(self.spec, params)
+        return weights.check_params(self.spec, params, self.family.adaptable(self.config))
 
     def __repr__(self) -> str:
         config = self.config
@@ -141,7 +150,10 @@ class Model(CallForm):
         return spec
 
     def _entries(self, layout: CacheLayout) -> CacheSpec:
-        return self.family.cache_spec(self.config, layout)
+        spec = self.family.cache_spec(self.config, layout)
+        if not self.adapter_count:
+            return spec
+        return (spec[0], CacheEntry(low_rank.ROWS, ("B",), "int32"), *spec[1:])
 
     def check_cache(self, state: CacheState) -> CacheState:
         """The same arrays in the fixed order. Raises CacheError for a cache of another model."""
@@ -180,6 +192,20 @@ class Model(CallForm):
         weights.evaluate_singly(ready.values())
         return ready
 
+    def with_params(
+        self, params: Mapping[str, mx.array], notes: tuple[str, ...] | None = None
+    ) -> Model:
+        """The same model with other weights: a fine-tune, or with an adapter.
+
+        Args:
+            params: all of them, of any dtype and packing; changes of low rank may come or go.
+            notes: see `Model`; None takes those of this one.
+
+        Raises ParamsError if they do not match the config.
+        """
+        notes = self.notes if notes is None else notes
+        return type(self)(self.config, params, self.tokenizer, self.family, notes=notes)
+
     def in_float32(self) -> Model:
         """The same model over dense, unfused float32 weights, which are computed when used."""
         preparation = weights.Preparation("float32", dequantize=True, fusions={})
@@ -196,6 +222,11 @@ class Model(CallForm):
     def whole_cache_spec(self) -> CacheSpec:
         """The arrays of a cache state that keeps every slot."""
         return self.cache_spec(FULL)
+
+    @cached_property
+    def adapter_count(self) -> int:
+        """How many adapters the rows of a batch can choose from."""
+        return low_rank.count({name: array.shape for name, array in self.params.items()})
 
     @property
     def weight_bytes(self) -> tuple[int, int]:
@@ -302,18 +333,12 @@ class Model(CallForm):
 
     def _quantization(self) -> dict[str, object]:
         """The `quantization` entry of MLX checkpoints: the commonest packing and the exceptions."""
-        packings = {
-            base: packing
-            for name, shape in self.spec.items()
-            if (packing := weights.quantization_of(
-                self.params, base := name.removesuffix(".weight"), shape[-1]
-            ))
-        }  # fmt: skip
+        packings = weights.packings(self.spec, self.params)
         if not packings:
             return {}
         common = max(set(packings.values()), key=list(packings.values()).count)
         exceptions = {b: p._asdict() for b, p in packings.items() if p != common}
-        return {"quantization": {**common._asdict(), "mode": "affine", **exceptions}}
+        return {"quantization": {**common._asdict(), **exceptions}}
 
 
 def load_model(folder: str | Path, dtype: mx.Dtype | str | None = None) -> Model:

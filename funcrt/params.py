@@ -1,8 +1,6 @@
 """Weights as a flat dict: checking against a model's spec, and the form that graphs take.
 
-Names are those of Hugging Face. A quantized matrix `NAME.weight` is packed in uint32 and comes with
-`NAME.scales` and `NAME.biases`; its bits and group size follow from the shapes, so that a params
-dict needs nothing beside it.
+Names are those of Hugging Face. `funcrt.packing` says what packed matrices are.
 """
 
 from __future__ import annotations
@@ -12,30 +10,39 @@ import json
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
 
+from funcrt import low_rank
 from funcrt.errors import ParamsError
+from funcrt.low_rank import Places
 from funcrt.machine import available_memory
+from funcrt.packing import (
+    PARTS,
+    Quantization,
+    Transposed,
+    check_packed,
+    dequantize,
+    packed_shape,
+    quantization_of,
+)
 
 import mlx.core as mx
+
+__all__ = [
+    "FLOATS", "Fusions", "ParamSpec", "Params", "Preparation", "Quantization", "Transposed",
+    "array_bytes", "cast", "check_params", "choose_dtype", "choose_preparation", "dequantize",
+    "dtype_name", "evaluate_singly", "fingerprint", "hash_bytes", "packings", "prepare",
+    "quantization_of",
+]  # fmt: skip
 
 Params = dict[str, mx.array]
 ParamSpec = dict[str, tuple[int, ...]]
 Fusions = dict[str, tuple[str, ...]]
 
 FLOATS = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
-AFFINE_BITS = (2, 3, 4, 5, 6, 8)
-GROUP_SIZES = (32, 64, 128)  # what MLX's packed products take
-_PARTS = ("weight", "scales", "biases", "bias")
+_NOWHERE = Places()
+_STACKED = (*PARTS, "bias")
 # Never cast: what is added to scores of which small differences decide.
 _EXACT = (".e_score_correction_bias",)
-
-
-class Quantization(NamedTuple):
-    """How one matrix is packed (the arguments of `mx.quantized_matmul`)."""
-
-    bits: int
-    group_size: int
 
 
 def dtype_name(dtype: mx.Dtype | str) -> str:
@@ -46,21 +53,17 @@ def dtype_name(dtype: mx.Dtype | str) -> str:
     return name
 
 
-def quantization_of(params: Mapping[str, mx.array], name: str, inputs: int) -> Quantization | None:
-    """Packing of the matrix `name` with `inputs` columns before packing; None if it is dense."""
-    scales = params.get(f"{name}.scales")
-    if scales is None:
-        return None
-    packed = params[f"{name}.weight"].shape[-1]
-    return Quantization(bits=packed * 32 // inputs, group_size=inputs // scales.shape[-1])
-
-
-def check_params(spec: ParamSpec, params: Mapping[str, mx.array]) -> Params:
+def check_params(
+    spec: ParamSpec, params: Mapping[str, mx.array], places: Places = _NOWHERE
+) -> Params:
     """The same arrays in the order of `spec`.
 
     Args:
         spec: name -> shape of the dense tensor.
-        params: dense or affine-quantized tensors.
+        params: dense or packed tensors; of a packed stack that is stored without `.weight` in its
+            name, the packed values are in `NAME.weight`. Changes of low rank (`funcrt.low_rank`)
+            come last.
+        places: where there can be changes.
 
     Raises:
         ParamsError: names every missing, unknown and misshapen tensor.
@@ -69,20 +72,25 @@ def check_params(spec: ParamSpec, params: Mapping[str, mx.array]) -> Params:
     ordered: Params = {}
     missing: list[str] = []
     for name, shape in spec.items():
+        base = _base(name)
+        if len(shape) > 1 and name not in ordered and f"{base}.scales" in params:
+            problems += check_packed(base, packed_shape(shape), params)
+            for part in PARTS:
+                if f"{base}.{part}" in params:
+                    ordered[f"{base}.{part}"] = params[f"{base}.{part}"]
+            continue
         if name not in params:
             missing.append(name)
             continue
-        base = name.removesuffix(".weight")
         ordered[name] = params[name]
-        if base != name and f"{base}.scales" in params:
-            problems += _check_quantized(base, shape, params)
-            for part in ("scales", "biases"):
-                if f"{base}.{part}" in params:
-                    ordered[f"{base}.{part}"] = params[f"{base}.{part}"]
-        elif params[name].shape != shape:
+        if params[name].shape != shape:
             problems.append(f"{name}: expected shape {shape}, got {params[name].shape}")
         elif params[name].dtype not in FLOATS.values():
             problems.append(f"{name}: expected a float dtype, got {params[name].dtype}")
+    matrices = {_base(name): packed_shape(shape) for name, shape in spec.items() if len(shape) == 2}
+    changes, wrong = low_rank.check(matrices, params, places)
+    ordered |= changes
+    problems += wrong
     unknown = [name for name in params if name not in ordered]
     if missing:
         problems.insert(0, f"missing: {_listed(missing)}")
@@ -98,30 +106,18 @@ def _listed(names: list[str], most: int = 12) -> str:
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
-def _check_quantized(
-    base: str, shape: tuple[int, ...], params: Mapping[str, mx.array]
-) -> list[str]:
-    weight, scales = params[f"{base}.weight"], params[f"{base}.scales"]
-    biases = params.get(f"{base}.biases")
-    if biases is None:
-        return [f"{base}: has scales but no biases; only affine quantization is supported"]
-    *rows, inputs = shape
-    if weight.dtype != mx.uint32 or list(weight.shape[:-1]) != rows:
-        return [
-            f"{base}.weight: expected packed uint32 for {shape}, got {weight.shape} {weight.dtype}"
-        ]
-    fitting = [(*rows, inputs // size) for size in GROUP_SIZES if inputs % size == 0]
-    if scales.shape not in fitting or biases.shape != scales.shape:
-        return [
-            f"{base}: scales {scales.shape} and biases {biases.shape} do not fit {shape} "
-            f"in groups of {', '.join(map(str, GROUP_SIZES))}"
-        ]
-    if scales.dtype not in FLOATS.values() or biases.dtype != scales.dtype:
-        return [f"{base}: scales and biases must share a float dtype"]
-    bits, left = divmod(weight.shape[-1] * 32, inputs)
-    if left or bits not in AFFINE_BITS:
-        return [f"{base}.weight: {weight.shape[-1]} packed columns do not hold {inputs} values"]
-    return []
+def packings(spec: ParamSpec, params: Mapping[str, mx.array]) -> dict[str, Quantization]:
+    """How every packed matrix is packed, by its name (without `.weight`)."""
+    found = ((_base(name), packed_shape(shape)[-1]) for name, shape in spec.items() if shape)
+    return {
+        base: packing
+        for base, inputs in found
+        if (packing := quantization_of(params, base, inputs)) is not None
+    }
+
+
+def _base(name: str) -> str:
+    return name.removesuffix(".weight")
 
 
 # --- the form that graphs take -------------------------------------------------------------------
@@ -148,19 +144,17 @@ def prepare(params: Params, spec: ParamSpec, preparation: Preparation) -> Params
     Matrices packed differently from each other are left unfused.
     """
     dtype = FLOATS[preparation.dtype]
+    packed = packings(spec, params) if preparation.dequantize else {}
     ready: Params = {}
     for name, array in params.items():
         base, _, part = name.rpartition(".")
-        packing = quantization_of(params, base, spec.get(f"{base}.weight", (1,))[-1])
-        if (
-            packing is not None
-            and preparation.dequantize
-            and part in ("weight", "scales", "biases")
-        ):
-            if part == "weight":
-                ready[name] = dequantize(params, base, packing).astype(dtype)
-        else:
+        if base not in packed or part not in PARTS:
             ready[name] = array.astype(dtype) if _is_cast(name, array) else array
+        elif part == "weight":
+            dense = dequantize(params, base, packed[base]).astype(dtype)
+            stored = name if name in spec else base
+            flip = isinstance(spec[stored], Transposed)
+            ready[stored] = dense.swapaxes(-1, -2) if flip else dense
     for fused, members in preparation.fusions.items():
         _fuse(ready, fused, members)
     return ready
@@ -170,24 +164,14 @@ def _is_cast(name: str, array: mx.array) -> bool:
     return array.dtype in FLOATS.values() and not name.endswith(_EXACT)
 
 
-def dequantize(params: Mapping[str, mx.array], base: str, packing: Quantization) -> mx.array:
-    """The dense float32 matrix `base`: 16-bit scales lose nothing before the caller's one cast."""
-    return mx.dequantize(
-        params[f"{base}.weight"],
-        params[f"{base}.scales"].astype(mx.float32),
-        params[f"{base}.biases"].astype(mx.float32),
-        group_size=packing.group_size,
-        bits=packing.bits,
-    )
-
-
 def _fuse(params: Params, fused: str, members: tuple[str, ...]) -> None:
-    parts = [part for part in _PARTS if any(f"{member}.{part}" in params for member in members)]
+    parts = [part for part in _STACKED if any(f"{member}.{part}" in params for member in members)]
     for part in parts:
         arrays = [params.get(f"{member}.{part}") for member in members]
         columns = {None if array is None else array.shape[1:] for array in arrays}
         if len(columns) > 1 or None in columns:
             return
+    low_rank.fuse(params, fused, {name: params[f"{name}.weight"].shape[0] for name in members})
     for part in parts:
         params[f"{fused}.{part}"] = mx.concatenate(
             [params.pop(f"{member}.{part}") for member in members], axis=0
@@ -247,11 +231,10 @@ def choose_dtype(params: Mapping[str, mx.array], wanted: mx.Dtype | str | None =
         return dtype_name(wanted)
     if mx.default_device().type == mx.DeviceType.cpu and _fits_dense(params):
         return "float32"
-    stored = {
-        dtype_name(array.dtype)
-        for array in params.values()
-        if array.ndim > 1 and array.dtype in FLOATS.values()
-    }
+    base = [array for name, array in params.items() if not low_rank.is_low_rank(name)]
+    floats = [array for array in base if array.dtype in FLOATS.values()]
+    matrices = [array for array in floats if array.ndim > 1]
+    stored = {dtype_name(array.dtype) for array in matrices or floats}
     return next((dtype for dtype in FLOATS if dtype in stored), "float32")
 
 

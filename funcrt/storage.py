@@ -17,6 +17,7 @@ _MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 _ITEM_BYTES = {
     "BOOL": 1, "I8": 1, "U8": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
     "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8,
+    "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
 }  # fmt: skip
 
 

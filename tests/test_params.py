@@ -84,7 +84,7 @@ def test_a_long_list_is_cut():
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({f"{Q}.biases": None}, "only affine"),
+        ({f"{Q}.biases": None}, "no biases, which affine"),
         ({f"{Q}.scales": None}, f"{Q}.weight: expected shape (64, 64), got (64, 8)"),
         ({f"{Q}.weight": mx.zeros((64, 64))}, f"{Q}.weight: expected packed uint32"),
         ({f"{Q}.weight": mx.zeros((32, 8), mx.uint32)}, f"{Q}.weight: expected packed uint32"),
@@ -115,7 +115,7 @@ def test_packing_follows_from_the_shapes(bits, group_size):
     model = Model(config, params)
     for name in (f"{Q}.weight", f"{DOWN}.weight", "model.embed_tokens.weight"):
         base, columns = name.removesuffix(".weight"), model.spec[name][1]
-        assert weights.quantization_of(params, base, columns) == (bits, group_size)
+        assert weights.quantization_of(params, base, columns) == (bits, group_size, "affine")
     assert weights.quantization_of(params, "model.norm", 64) is None
     if bits in (2, 4, 8):
         ours = weights.dequantize(params, Q, weights.Quantization(bits, group_size))

@@ -191,7 +191,7 @@ def test_the_packing_is_written_as_mlx_checkpoints_do(tmp_path):
         "group_size": 32,
         "bits": 4,
         "mode": "affine",
-        "lm_head": {"group_size": 64, "bits": 8},
+        "lm_head": {"group_size": 64, "bits": 8, "mode": "affine"},
     }
     assert_same(load_model(tmp_path).params, type(model)(model.config, params).params)
     make_model().save(tmp_path)

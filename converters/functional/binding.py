@@ -31,7 +31,7 @@ class Binding:
         dense_kinds: kinds of layers with packed weights, and their dense equivalents.
 
     Attributes:
-        packed: name -> layer with packed weights (affine) that can be a dense one.
+        packed: name -> layer with packed weights that can be a dense one.
     """
 
     def __init__(self, module: Module, dense_kinds: Mapping[type, type] | None = None) -> None:
@@ -50,8 +50,7 @@ class Binding:
         if id(tree) in seen:
             return
         seen.add(id(tree))
-        affine = getattr(tree, "mode", "affine") == "affine"
-        if type(tree) in self._dense_kinds and affine and dict.get(tree, "biases") is not None:
+        if type(tree) in self._dense_kinds and _is_expandable(tree):
             self.packed[prefix.removesuffix(".")] = tree
         for key, value in _items(tree):
             if isinstance(tree, Module) and str(key).startswith("_"):
@@ -101,6 +100,14 @@ class Binding:
                 for part, kind in kinds:
                     part.__class__ = kind
                 _restore(saved)
+
+
+def _is_expandable(layer: Any) -> bool:
+    """Whether a layer's scales, and biases if it is affine, are all that its values hang on."""
+    affine = getattr(layer, "mode", "affine") == "affine"
+    return (dict.get(layer, "biases") is not None) == affine and (
+        getattr(layer, "global_scale", None) is None
+    )
 
 
 def dict_get(tree: Any, key: Any) -> mx.array:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from converters import hub, huggingface
+from converters import hub, huggingface, multimodal, packed_sizes, published
 from converters.functional import functionalize, mlx_lm_source
 from converters.functional.family import ModuleFamily
 from converters.functional.probe import Blocker, inspect_graph
@@ -120,10 +120,12 @@ def read_config(source: str | Path) -> dict[str, Any]:
 
 def _make(config: Mapping[str, Any], via: str | None) -> tuple[Model, str]:
     """A model of the right shapes, whose weights are never computed, and what it is made by."""
-    model_type = mlx_lm_source.model_type_of(config)
+    part = multimodal.text_part(config)
+    text = config if part is None else part.config
+    model_type = mlx_lm_source.model_type_of(text)
     if model_type in models.FAMILIES and via is None:
         with mlx_lm_source.suggesting_module(config):
-            return _make_by_hand(config, model_type)
+            return _make_by_hand(text, model_type)
     mlx_lm_source.check_has_module(config)
     module = mlx_lm_source.make_module(config)
     module.set_dtype(getattr(mx, _dtype(config)))
@@ -131,11 +133,9 @@ def _make(config: Mapping[str, Any], via: str | None) -> tuple[Model, str]:
 
 
 def _make_by_hand(config: Mapping[str, Any], model_type: str) -> tuple[Model, str]:
-    settled = models.read_config(config, _dtype(config))
-    params = {
-        name: mx.zeros(shape, getattr(mx, settled.dtype))
-        for name, shape in models.family(model_type).param_spec(settled).items()
-    }
+    settled = models.read_config(published.without_settings(config), _dtype(config))
+    spec = models.family(model_type).param_spec(settled)
+    params = packed_sizes.zeros(config, spec, getattr(mx, settled.dtype))
     return Model(settled, params), f"funcrt.models.{models.FAMILIES[model_type].name}"
 
 

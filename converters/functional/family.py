@@ -26,6 +26,7 @@ from funcrt.cache import (
 )
 from funcrt.config import ModelConfig
 from funcrt.errors import CacheError, FuncrtError, InputError, ModuleError
+from funcrt.low_rank import Places
 from funcrt.params import Fusions, Params, ParamSpec
 
 import mlx.core as mx
@@ -76,6 +77,10 @@ class ModuleFamily:
     def fusions(self, config: ModelConfig) -> Fusions:
         """None: the module's code multiplies what it has."""
         return {}
+
+    def adaptable(self, config: ModelConfig) -> Places:
+        """None: the module's code multiplies what it has."""
+        return Places()
 
     def hidden(
         self,

@@ -26,13 +26,20 @@ def check(folder: Path) -> None:
     functionalize(mlx_lm_source.make_module(config), config)
 
 
-def load(folder: Path, dtype: mx.Dtype | str | None = None, ignore: Collection[str] = ()) -> Model:
+def load(
+    folder: Path,
+    dtype: mx.Dtype | str | None = None,
+    ignore: Collection[str] = (),
+    *,
+    lazy: bool = False,
+) -> Model:
     """The model of a checkpoint folder, functionalized.
 
     Args:
         folder: config.json and safetensors files, in any form that mlx-lm reads.
         dtype: see `converters.load`; what the module keeps in float32 stays.
         ignore: "tokenizer" leaves the tokenizer out.
+        lazy: leave tensors unread, as they are stored.
 
     Raises:
         SourceError: mlx-lm is missing; files are missing, damaged or do not fit.
@@ -44,14 +51,16 @@ def load(folder: Path, dtype: mx.Dtype | str | None = None, ignore: Collection[s
     module, config = mlx_lm_source.load_module(folder)
     caches = mlx_lm_source.make_caches(module)
     binding = Binding(module, mlx_lm_source.dense_kinds())
-    binding.replace(_cast(module, binding.params(), dtype))
+    if not lazy:
+        binding.replace(_cast(module, binding.params(), dtype))
     params = binding.params()
     by_token = mlx_lm_source.needs_single_tokens(module, caches)
     family = ModuleFamily(binding, make_stand_ins(caches), params, by_token)
     has_tokenizer = (folder / "tokenizer.json").is_file() and "tokenizer" not in ignore
     tokenizer = Tokenizer.from_folder(folder) if has_tokenizer else None
     model = make_model(family, config, tokenizer)
-    mx.eval(model.params)  # a file replaced later must not change the model
+    if not lazy:
+        mx.eval(model.params)  # a file replaced later must not change the model
     return model
 
 

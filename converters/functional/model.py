@@ -50,7 +50,7 @@ class FunctionalModel(Model):
         for name in self.family.binding.packed:
             if f"{name}.scales" not in params and f"{name}.weight" in params:
                 expected.pop(f"{name}.scales")
-                expected.pop(f"{name}.biases")
+                expected.pop(f"{name}.biases", None)
                 expected[f"{name}.weight"] = params[f"{name}.weight"]  # dense
         problems = [f"missing: {name}" for name in expected if name not in params]
         problems += [f"unknown: {name}" for name in params if name not in expected]
@@ -72,16 +72,18 @@ class FunctionalModel(Model):
         return self._dense(stored) if self.preparation.dequantize else dict(stored)
 
     def _dense(self, stored: Params) -> Params:
-        """Pure: packed matrices expanded, in the dtype of their scales."""
+        """Pure: packed matrices expanded, in the dtype of their scales or of the whole."""
         dense = dict(stored)
+        whole = weights.FLOATS[self.config.dtype]
         for name, layer in self.family.binding.packed.items():
             if f"{name}.scales" not in stored:
                 continue
-            packing = Quantization(layer.bits, layer.group_size)
+            mode = getattr(layer, "mode", "affine")
+            packing = Quantization(layer.bits, layer.group_size, mode)
             scales = dense.pop(f"{name}.scales")
-            del dense[f"{name}.biases"]
+            dense.pop(f"{name}.biases", None)
             expanded = weights.dequantize(stored, name, packing)
-            dense[f"{name}.weight"] = expanded.astype(scales.dtype)
+            dense[f"{name}.weight"] = expanded.astype(scales.dtype if mode == "affine" else whole)
         return dense
 
     def in_float32(self) -> Model:

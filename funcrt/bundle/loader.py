@@ -8,21 +8,22 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from funcrt import cache, streams
+from funcrt import cache, low_rank, streams
 from funcrt.buckets import Bucket, BucketPlan
 from funcrt.bundle import checks
 from funcrt.bundle.manifest import FunctionEntry, Manifest, describe_arrays
+from funcrt.bundle.weights import as_stored, load_stored
 from funcrt.cache import CacheSpec, CacheState
 from funcrt.calling import CallForm
 from funcrt.compiled import Compiled
-from funcrt.errors import BundleError, CapacityError, InputError, SourceError, TextError
+from funcrt.errors import BundleError, CapacityError, InputError, TextError
 from funcrt.flat import FlatFunction
-from funcrt.params import Params, evaluate_singly
-from funcrt.storage import load_arrays
+from funcrt.params import Params, evaluate_singly, fingerprint
 from funcrt.text import Tokenizer
 from funcrt.tracing import read
 
@@ -135,6 +136,46 @@ class Bundle(CallForm):
             self._stored = {}  # not held beside what is made of them
             evaluate_singly(made)
         return made
+
+    @property
+    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the weights that `with_params` takes, in order."""
+        return {spec.name: spec.shape for spec in self.manifest.params.stored}
+
+    def with_params(self, params: Mapping[str, mx.array]) -> Bundle:
+        """The same functions over other weights: a fine-tune, or another adapter.
+
+        They go through the exported `prepare`, so nothing is exported again and no model's code
+        runs. Imported graphs are shared with this bundle; the folder stays as it is, and so do
+        its golden calls, which say nothing about other weights.
+
+        Args:
+            params: by the names of `stored_shapes`, of the same shapes and dtypes (floats are
+                cast); what is left out is read from the folder again.
+
+        Raises:
+            ParamsError: unknown names, other shapes, or other packings.
+            BundleError: the folder is needed and has been replaced.
+        """
+        names = [spec.name for spec in self.manifest.params.stored]
+        given = as_stored(params, self.manifest.params.stored)
+        if len(given) < len(names):
+            fresh = open_bundle(self.folder)
+            if fresh.manifest.files != self.manifest.files:
+                raise BundleError(f"{self.folder} was replaced since it was loaded: load it again")
+            given = {**fresh._stored, **given}
+        given = {name: given[name] for name in names}
+        mx.eval(given)
+        values = {**self.manifest.model, "dtype": None, "architectures": None}
+        manifest = replace(self.manifest, fingerprint=fingerprint(given, values))
+        other = Bundle(self.folder, manifest, self.device, given, self._graphs, self.tokenizer)
+        other._imported = self._imported
+        return other
+
+    @cached_property
+    def adapter_count(self) -> int:
+        """How many adapters the rows of a batch can choose from."""
+        return low_rank.count(self.stored_shapes)
 
     @property
     def config_values(self) -> Mapping[str, Any]:
@@ -304,25 +345,10 @@ def _open(folder: Path) -> Bundle:
         folder,
         manifest,
         device,
-        _load_stored(folder, manifest),
+        load_stored(folder, manifest),
         graphs,
         _tokenizer(folder, manifest),
     )
-
-
-def _load_stored(folder: Path, manifest: Manifest) -> Params:
-    """The stored weights, lazily, in the manifest's order."""
-    found: Params = {}
-    try:
-        for file in manifest.params.files:
-            found |= load_arrays(folder / file)
-    except SourceError as error:
-        raise BundleError(str(error)) from None
-    names = [spec.name for spec in manifest.params.stored]
-    ordered = {name: found[name] for name in names if name in found}
-    if len(found) != len(names) or describe_arrays(ordered) != manifest.params.stored:
-        raise BundleError(f"{folder}: its weights are not those that its manifest lists")
-    return ordered
 
 
 def _tokenizer(folder: Path, manifest: Manifest) -> Tokenizer | None:

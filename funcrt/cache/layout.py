@@ -4,7 +4,7 @@ Kinds, told apart by the last part of an array's name:
 
 | kind | names | axes |
 |---|---|---|
-| row | `lengths`; where there are rings `written`, `slack` | `[B]` |
+| row | `lengths`; where there are rings `written`, `slack`; `adapter` where rows choose | `[B]` |
 | positions | `positions`, where there are windows | `[B, S]` |
 | full | `keys`, `values` | `[B, K, S, D]` |
 | quantized | the same, packed in uint32, with `keys.scales`, `keys.biases` ... | `[B, K, S, ..]` |
@@ -32,6 +32,7 @@ _KINDS = {
     "lengths": "row",
     "written": "row",
     "slack": "row",
+    "adapter": "row",
     "positions": "positions",
     "keys": "full",
     "values": "full",

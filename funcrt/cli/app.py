@@ -11,7 +11,7 @@ from importlib import metadata
 from typing import Annotated, Any
 
 from funcrt._version import __version__
-from funcrt.cli import batch, bundles, demo, doctor, generate, models, plan, terminal
+from funcrt.cli import batch, bundles, convert, demo, doctor, generate, hub, models, plan, terminal
 from funcrt.errors import FuncrtError
 
 import typer
@@ -47,7 +47,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for command in (
-    bundles.convert,
+    convert.convert,
     plan.plan,
     bundles.export,
     generate.generate,
@@ -57,6 +57,8 @@ for command in (
     bundles.verify,
     models.models,
     doctor.doctor,
+    hub.push,
+    hub.pull,
     demo.demo,
 ):
     app.command()(_guarded(command))

@@ -1,4 +1,4 @@
-"""`funcrt convert`, `export`, `inspect` and `verify`."""
+"""`funcrt export`, `inspect` and `verify`."""
 
 from __future__ import annotations
 
@@ -17,30 +17,6 @@ if TYPE_CHECKING:
     from funcrt.bundle import Bundle
     from funcrt.bundle.manifest import ArraySpec, FunctionEntry
     from funcrt.model import Model
-
-
-def convert(
-    source: o.Source,
-    target: o.Target,
-    dtype: o.Dtype = None,
-    ignore: o.Ignore = None,
-    json_: o.Json = False,
-) -> None:
-    """Convert a checkpoint to a folder that funcrt and mlx-lm both read."""
-    if Path(source).exists() and target.exists() and target.samefile(source):
-        raise InputError(f"{target} is both source and target: choose another target")
-    with terminal.timed(f"Converting {source}") as clock:
-        model = sources.load_checkpoint(source, dtype, ignore)
-        model.save(target)
-    facts: dict[str, Any] = {
-        "folder": str(target),
-        "model_type": model.config.model_type,
-        "layers": model.config.num_layers,
-        "bytes": terminal.folder_bytes(target),
-        "seconds": clock.seconds,
-    }
-    text = f"{target}: {terminal.size(facts['bytes'])} in {clock.seconds:.1f} s"
-    terminal.emit(facts, json_, text)
 
 
 def export(

@@ -22,10 +22,13 @@ NOT_FINITE = "the model's logits are not finite: its weights are broken"
 
 
 def load_checkpoint(source: str, dtype: str | None, ignore: Sequence[str] | None = None) -> Model:
-    """A checkpoint of any known format."""
+    """A checkpoint of any known format; what it notes is shown."""
     import converters
 
-    return converters.load(source, dtype, ignore=ignore or ())
+    model = converters.load(source, dtype, ignore=ignore or ())
+    for note in model.notes:
+        terminal.warn(f"note: {note}")
+    return model
 
 
 def is_bundle(source: str) -> bool:

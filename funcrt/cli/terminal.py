@@ -14,7 +14,16 @@ from typing import Any
 import rich.box
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 _status = Console(stderr=True, highlight=False)
@@ -43,10 +52,16 @@ def _nothing() -> Iterator[None]:
 
 
 @contextmanager
-def progress(what: str) -> Iterator[Callable[[int, int | None, str], None]]:
-    """A bar to report `(done, total, current item)` to; one line where there is no terminal."""
+def progress(what: str, in_bytes: bool = False) -> Iterator[Callable[[int, int | None, str], None]]:
+    """A bar to report `(done, total, current item)` to; one line where there is no terminal.
+
+    What is counted may be bytes, which also tell the time that is left.
+    """
+    counts: tuple[ProgressColumn, ...] = (MofNCompleteColumn(), TimeElapsedColumn())
+    if in_bytes:
+        counts = (DownloadColumn(), TimeRemainingColumn())
     bar = Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        TextColumn("{task.description}"), BarColumn(), *counts,
         TextColumn("{task.fields[item]}"), console=_status, transient=True,
         disable=not _status.is_terminal,
     )  # fmt: skip

@@ -240,6 +240,7 @@ class Engine:
             ends=self._ends,
             drafter=self._choose_drafter(wish.speculate),
             handle=handle,
+            adapter=wish.adapter,
         )
         if request.drafter is not None:
             request.drafter.texts.add(request)

@@ -27,7 +27,8 @@ class Options(TypedDict, total=False):
 
     `funcrt.sampling` says what the settings mean; `logit_bias` is a number for each id that is
     added to its logit, `allowed_tokens` are the only ids that may be chosen, `top_logprobs` is how
-    many alternatives of each token to report.
+    many alternatives of each token to report. `adapter` is the number of one of the model's
+    adapters (`funcrt.adapters.stack`); 0 is the model itself.
     """
 
     max_tokens: int | Sequence[int]
@@ -43,6 +44,7 @@ class Options(TypedDict, total=False):
     allowed_tokens: Sequence[int] | Sequence[Sequence[int]]
     top_logprobs: int | Sequence[int]
     speculate: Any
+    adapter: int | Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class Wish:
         top: alternatives of each token.
         text: a new stream; None without a tokenizer.
         speculate: None, "ngram" or a draft model.
+        adapter: which of the model's adapters; 0 for none.
     """
 
     prompt: list[int]
@@ -64,6 +67,7 @@ class Wish:
     top: int
     text: TextStream | None
     speculate: Any
+    adapter: int
 
 
 def read_wishes(
@@ -86,19 +90,21 @@ def read_wishes(
     limits = _per_prompt("max_tokens", options.get("max_tokens", 128), len(ids))
     tops = _per_prompt("top_logprobs", options.get("top_logprobs", 0), len(ids))
     drafts = _per_prompt("speculate", options.get("speculate"), len(ids))
+    adapters = _per_prompt("adapter", options.get("adapter", 0), len(ids))
     if any(stops) and model.tokenizer is None:
         raise TextError("stop strings need a tokenizer; this model has none")
     wishes = []
-    for prompt, limit, row, top, draft, ends in zip(
-        ids, limits, rows, tops, drafts, stops, strict=True
+    for prompt, limit, row, top, draft, adapter, ends in zip(
+        ids, limits, rows, tops, drafts, adapters, stops, strict=True
     ):
         most = _check_count("max_tokens", limit, 1, None)
         alternatives = _check_count("top_logprobs", top, 0, MOST_ALTERNATIVES)
+        number = _check_count("adapter", adapter, 0, model.adapter_count)
         plan.choose_capacity(len(prompt), "prompt")
         # The last new token is never written to the cache.
         room = plan.capacity[-1] - len(prompt)
         text = None if model.tokenizer is None else model.tokenizer.stream(ends)
-        wishes.append(Wish(prompt, min(most, room), row, alternatives, text, draft))
+        wishes.append(Wish(prompt, min(most, room), row, alternatives, text, draft, number))
     return wishes
 
 

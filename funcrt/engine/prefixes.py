@@ -27,12 +27,14 @@ class Prefix:
         state: of one row.
         written: the highest length that the row has had, which bounds how far a ring goes back.
         nbytes: bytes that its arrays take.
+        adapter: what it was computed with.
     """
 
     tokens: list[int]
     state: CacheState
     written: int
     nbytes: int
+    adapter: int
 
 
 class Rewind:
@@ -74,7 +76,7 @@ class PrefixPool:
         self._most = self._limit = limit
         self._entries: OrderedDict[Prefix, None] = OrderedDict()
         # By their first tokens: nearly all of many rows have nothing in common with a prompt.
-        self._by_start: dict[tuple[int, ...], set[Prefix]] = {}
+        self._by_start: dict[tuple[int, ...], set[Prefix]] = {}  # the adapter, then tokens
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -90,7 +92,7 @@ class PrefixPool:
             or length < LEAST_SHARED
             or nbytes > self._limit
             or not self._rewind.allows(request.written, length)
-            or any(shared(entry.tokens, tokens) == length for entry in self._like(tokens))
+            or any(shared(e.tokens, tokens) == length for e in self._like(tokens, request.adapter))
         ):
             return
         self._shrink(self._limit - nbytes)  # before there are both
@@ -99,12 +101,12 @@ class PrefixPool:
             copied = cache.trim(copied, request.cached - length)
         mx.eval(copied)
         if self._rewind.is_free:  # a shorter row that this one contains is of no more use
-            for other in list(self._like(tokens)):
+            for other in list(self._like(tokens, request.adapter)):
                 if shared(other.tokens, tokens) == len(other.tokens):
                     self._drop(other)
-        entry = Prefix(tokens, copied, request.written, nbytes)
+        entry = Prefix(tokens, copied, request.written, nbytes, request.adapter)
         self._entries[entry] = None
-        self._by_start.setdefault(_start(tokens), set()).add(entry)
+        self._by_start.setdefault(_start(tokens, entry.adapter), set()).add(entry)
         self.nbytes += nbytes
 
     def bound(self, spare: int) -> None:
@@ -112,10 +114,13 @@ class PrefixPool:
         self._limit = max(0, min(self._most, spare))
         self._shrink(self._limit)
 
-    def find(self, tokens: Sequence[int]) -> tuple[Prefix | None, int]:
-        """The row that can be cut to the longest beginning of `tokens`, and that length."""
+    def find(self, tokens: Sequence[int], adapter: int = 0) -> tuple[Prefix | None, int]:
+        """The row that can be cut to the longest beginning of `tokens`, and that length.
+
+        Only rows that were computed with the same adapter count.
+        """
         best, length = None, 0
-        for entry in self._like(tokens):
+        for entry in self._like(tokens, adapter):
             common = self.reusable(entry.tokens, entry.written, tokens)
             if common > length:
                 best, length = entry, common
@@ -123,8 +128,8 @@ class PrefixPool:
             self._entries.move_to_end(best)
         return best, length
 
-    def _like(self, tokens: Sequence[int]) -> Collection[Prefix]:
-        return self._by_start.get(_start(tokens), ())
+    def _like(self, tokens: Sequence[int], adapter: int) -> Collection[Prefix]:
+        return self._by_start.get(_start(tokens, adapter), ())
 
     def _shrink(self, limit: int) -> None:
         while self._entries and self.nbytes > limit:
@@ -132,9 +137,10 @@ class PrefixPool:
 
     def _drop(self, entry: Prefix) -> None:
         del self._entries[entry]
-        self._by_start[_start(entry.tokens)].discard(entry)
-        if not self._by_start[_start(entry.tokens)]:
-            del self._by_start[_start(entry.tokens)]
+        start = _start(entry.tokens, entry.adapter)
+        self._by_start[start].discard(entry)
+        if not self._by_start[start]:
+            del self._by_start[start]
         self.nbytes -= entry.nbytes
 
     def reusable(self, cached: Sequence[int], written: int, tokens: Sequence[int]) -> int:
@@ -147,8 +153,8 @@ class PrefixPool:
         return common
 
 
-def _start(tokens: Sequence[int]) -> tuple[int, ...]:
-    return tuple(tokens[:LEAST_SHARED])
+def _start(tokens: Sequence[int], adapter: int) -> tuple[int, ...]:
+    return (adapter, *tokens[:LEAST_SHARED])
 
 
 def shared(a: Sequence[int], b: Sequence[int]) -> int:

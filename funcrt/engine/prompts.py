@@ -14,6 +14,7 @@ from funcrt.engine.controls import is_greedy, make
 from funcrt.engine.prefixes import LEAST_SHARED, Prefix, PrefixPool
 from funcrt.engine.request import Request
 from funcrt.engine.rows import Rows, choose_capacity, copy_row, pad, stack
+from funcrt.low_rank import ROWS
 from funcrt.sampling import Sampled
 
 import mlx.core as mx
@@ -121,6 +122,7 @@ class Prefilling:
         soon = [
             self._prefixes.reusable(other.prompt, len(other.prompt), request.prompt)
             for other in group
+            if other.adapter == request.adapter
         ]
         return any(soon) and max(soon) >= self._find_prefix(request)[1] + LEAST_SHARED
 
@@ -130,6 +132,8 @@ class Prefilling:
         if source is None:
             capacity = choose_capacity(self._plan, self._spec, 1)
             request.row = cache.init_cache(self._spec, 1, capacity)
+            if request.adapter:  # a row that is forked has it already
+                request.row[ROWS] = mx.array([request.adapter], dtype=mx.int32)
             return
         if isinstance(source, Prefix):
             row, held = source.state, len(source.tokens)
@@ -142,8 +146,10 @@ class Prefilling:
     def _find_prefix(self, request: Request) -> tuple[Prefix | Request | None, int]:
         """Whose row begins like the prompt, and for how many tokens."""
         best: Prefix | Request | None
-        best, length = self._prefixes.find(request.prompt)
+        best, length = self._prefixes.find(request.prompt, request.adapter)
         for other in [*self._running.seated.values(), *self.requests]:
+            if other.adapter != request.adapter:
+                continue
             held = other.sequence[: other.cached]
             common = self._prefixes.reusable(held, other.written, request.prompt)
             if common > length:

@@ -80,6 +80,7 @@ class Request:
         ends: ids that end a text.
         drafter: guesses its next tokens; None decodes one at a time.
         handle: where its chunks go.
+        adapter: which of the model's adapters its row takes; 0 for none.
         sequence: prompt and new tokens.
         cached: how many of `sequence` the cache holds.
         row: its cache while the prompt is prefilled: a state of one row.
@@ -98,6 +99,7 @@ class Request:
     ends: frozenset[int]
     drafter: Drafter | None
     handle: Handle
+    adapter: int = 0
     sequence: list[int] = field(default_factory=list)
     completion: Completion = field(default_factory=Completion)
     cached: int = 0

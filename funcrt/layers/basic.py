@@ -29,6 +29,9 @@ class Linear(Part):
             spec[f"{self.name}.bias"] = (self.outputs,)
         return spec
 
+    def adaptable(self) -> tuple[str, ...]:
+        return (self.name,)
+
 
 @dataclass(frozen=True)
 class Float32Linear(Linear):
@@ -71,6 +74,9 @@ class Embedding(Part):
 
     def tensors(self) -> ParamSpec:
         return {f"{self.name}.weight": (self.vocab, self.width)}
+
+    def adaptable(self) -> tuple[str, ...]:
+        return (self.name,)
 
 
 @dataclass(frozen=True)

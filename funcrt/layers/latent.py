@@ -9,11 +9,10 @@ from funcrt.cache import CacheEntry, CacheLayout, CacheSpec
 from funcrt.config.rope import RopeConfig
 from funcrt.layers.basic import Linear
 from funcrt.layers.part import Part, Run
-from funcrt.params import quantization_of
+from funcrt.low_rank import LORA_A, LORA_B
+from funcrt.packing import PARTS, quantization_of
 
 import mlx.core as mx
-
-_PARTS = ("weight", "scales", "biases")
 
 
 @dataclass(frozen=True)
@@ -88,20 +87,33 @@ class LatentAttention(Part):
         """`x [B, H, T, I]` times some rows of each head's share of `up`, or their transpose."""
         name, params = self.up.name, run.params
         own = {}
-        for part in _PARTS:
+        for part in PARTS:
             array = params.get(f"{name}.{part}")
             if array is not None:
                 own[f"{name}.{part}"] = array.reshape(self.heads, -1, array.shape[-1])[:, rows]
+        change = self._change(run, x, rows, transpose=transpose)
         batch, heads, tokens, width = x.shape
         # Rows of a batch go into the token axis: the matrix is then read once for all of them.
         x = x.swapaxes(0, 1).reshape(heads, batch * tokens, width)
         packing = quantization_of(params, name, self.rank)
         if packing is None:
             weight = own[f"{name}.weight"].astype(x.dtype)
-            x = x @ (weight.swapaxes(-1, -2) if transpose else weight)
+            y = x @ (weight.swapaxes(-1, -2) if transpose else weight)
         else:
-            x = ops.packed_product(own, name, x, packing, transpose=transpose)
-        return x.reshape(heads, batch, tokens, -1).swapaxes(0, 1)
+            y = ops.packed_product(own, name, x, packing, transpose=transpose)
+        y = y.reshape(heads, batch, tokens, -1).swapaxes(0, 1)
+        return y if change is None else y + change
+
+    def _change(self, run: Run, x: mx.array, rows: slice, *, transpose: bool) -> mx.array | None:
+        """What a change of `up` adds to `_by_head`: `[B, H, T, O]`; None without one."""
+        a = run.params.get(self.up.name + LORA_A)
+        if a is None:
+            return None
+        b = run.params[self.up.name + LORA_B]
+        a, b = a.astype(x.dtype), b.astype(x.dtype)
+        b = b.reshape(*b.shape[:-2], self.heads, -1, b.shape[-1])[..., rows, :]  # [.., H, D, r]
+        a = a[..., None, :, :]  # [.., 1, r, C]
+        return (x @ a.swapaxes(-1, -2)) @ b.swapaxes(-1, -2) if transpose else (x @ b) @ a
 
     def entries(self, dtype: str, layout: CacheLayout) -> CacheSpec:
         name = f"layers.{self.layer}"

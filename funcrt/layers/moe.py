@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from funcrt import ops
 from funcrt.layers.basic import Linear
 from funcrt.layers.part import Part, Run
-from funcrt.ops.experts import Pick, dispatch, expert_linear, expert_weights
+from funcrt.ops.experts import Pick, dispatch, expert_linear, expert_weights, stored_stack
 from funcrt.ops.routing import Route
 from funcrt.params import Fusions, Params, ParamSpec
 
@@ -26,7 +27,12 @@ class Experts(Part):
         inner: F.
         act: of the gate.
         projections: what gate, up and down are called.
+
+    Class attributes:
+        IN_TURNS: whether rows of `gate_up` are gates and ups in turns, not all gates first.
     """
+
+    IN_TURNS: ClassVar[bool] = False
 
     name: str
     count: int
@@ -93,7 +99,7 @@ class StackedExperts(Experts):
     """The same, stored as the stacks themselves: `name.gate_up_proj`, `name.down_proj`."""
 
     def stacks(self, params: Params) -> Params:
-        return {f"{name}.weight": params[name] for name in (self.gate_up, self.down)}
+        return {**stored_stack(params, self.gate_up), **stored_stack(params, self.down)}
 
     def tensors(self) -> ParamSpec:
         return {

@@ -18,8 +18,9 @@ from funcrt.cache import (
 )
 from funcrt.cache.layout import CacheEntry
 from funcrt.config import ModelConfig
-from funcrt.layers.basic import Linear
+from funcrt.layers.basic import Embedding, Linear
 from funcrt.layers.part import Part, Run
+from funcrt.low_rank import Places
 from funcrt.params import FLOATS, Fusions, Params, ParamSpec
 
 import mlx.core as mx
@@ -62,7 +63,7 @@ class Network(Part):
 
 
 class NetworkFamily:
-    """The five functions of a family (see `Family`), from the network of each config.
+    """The functions of a family (see `Family`), from the network of each config.
 
     Args:
         config: class that reads the family's config.json.
@@ -90,6 +91,19 @@ class NetworkFamily:
         for part in self.network(config).walk():
             fused.update(part.fused())
         return fused
+
+    def adaptable(self, config: ModelConfig) -> Places:
+        """Matrices that can have a change beside them.
+
+        Embeddings and the last projection, which are not read with the cache state at hand, can
+        have the same for all rows only.
+        """
+        network = self.network(config)
+        parts = list(network.walk())
+        shared = frozenset(name for part in parts for name in part.adaptable())
+        ends = {part.name for part in parts if isinstance(part, Embedding)}
+        ends.add(network.tied_to if network.head is None else network.head.name)
+        return Places(shared, shared - ends)
 
     def _cache_spec(self, config: ModelConfig, layout: CacheLayout) -> CacheSpec:
         """What every layer keeps. Raises CacheError for an impossible layout."""

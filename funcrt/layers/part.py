@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from funcrt import low_rank
 from funcrt.attention import Attend
 from funcrt.cache import (
     CacheLayout,
@@ -19,6 +20,7 @@ from funcrt.cache import (
     zero_padding,
 )
 from funcrt.config.rope import RopeConfig
+from funcrt.low_rank import ROWS
 from funcrt.ops.rotary import Rotary, make_rotary
 from funcrt.params import Fusions, Params, ParamSpec
 
@@ -48,7 +50,7 @@ class Run:
         positions: mx.array | None,
         dtype: mx.Dtype,
     ) -> None:
-        self.params = params
+        self.params = low_rank.choose(params, state[ROWS]) if ROWS in state else params
         self.dtype = dtype
         self.call: Placement = place(mask, state["lengths"], positions)
         if any(kind_of(name) == "recurrent" for name in state):
@@ -100,6 +102,10 @@ class Part:
     def fused(self) -> Fusions:
         """Matrices of this part that `prepare` stacks into one."""
         return {}
+
+    def adaptable(self) -> tuple[str, ...]:
+        """Matrices of this part that can have a change beside them, see `funcrt.low_rank`."""
+        return ()
 
     def entries(self, dtype: str, layout: CacheLayout) -> CacheSpec:
         """This part's own arrays of a cache state."""

@@ -1,4 +1,4 @@
-"""What a model family is: five functions, of a file here or of a module of another library."""
+"""What a model family is: some functions, of a file here or of a module of another library."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Protocol
 
 from funcrt.cache import CacheLayout, CacheSpec, CacheState
 from funcrt.config import ModelConfig
+from funcrt.low_rank import Places
 from funcrt.params import Fusions, Params, ParamSpec
 
 import mlx.core as mx
@@ -22,6 +23,9 @@ class Family(Protocol):
 
     def fusions(self, config: ModelConfig) -> Fusions:
         """Matrices that are stacked into one."""
+
+    def adaptable(self, config: ModelConfig) -> Places:
+        """Matrices that can have a change of low rank beside them."""
 
     def hidden(
         self,

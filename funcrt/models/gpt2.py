@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from funcrt import ops
+from funcrt import low_rank, ops
 from funcrt.config import ModelConfig, setting
 from funcrt.errors import CacheError, ConfigError
 from funcrt.layers import MLP, Attention, Embedding, LayerNorm, Linear, Network, Part, PreNorm, Run
-from funcrt.params import ParamSpec, quantization_of
+from funcrt.packing import Transposed, quantization_of
+from funcrt.params import ParamSpec
 
 import mlx.core as mx
 
@@ -85,19 +86,17 @@ class Config(ModelConfig):
 
 @dataclass(frozen=True)
 class Conv1D(Linear):
-    """A linear map stored as `[I, O]`."""
+    """A linear map stored as `[I, O]`, or packed as `[O, I]`."""
 
     def __call__(self, run: Run, x: mx.array) -> mx.array:
         params, name = run.params, self.name
-        packing = quantization_of(params, name, self.outputs)
-        if packing is None:
-            y = x @ params[f"{name}.weight"].astype(x.dtype)
-        else:
-            y = ops.packed_product(params, name, x, packing, transpose=False)
+        if quantization_of(params, name, self.inputs) is not None:
+            return ops.linear(params, name, x)
+        y = low_rank.add(params, name, x, x @ params[f"{name}.weight"].astype(x.dtype))
         return y + params[f"{name}.bias"].astype(x.dtype)
 
     def tensors(self) -> ParamSpec:
-        weight, bias = (self.inputs, self.outputs), (self.outputs,)
+        weight, bias = Transposed((self.inputs, self.outputs)), (self.outputs,)
         return {f"{self.name}.weight": weight, f"{self.name}.bias": bias}
 
 

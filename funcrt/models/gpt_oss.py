@@ -13,7 +13,9 @@ from funcrt.config.layer_types import MixedConfig
 from funcrt.layers import Attention, Linear, MoE, Network, StackedExperts
 from funcrt.models import llama
 from funcrt.models.llama import layer, stack
+from funcrt.ops.experts import stored_stack
 from funcrt.ops.routing import route_top_softmax
+from funcrt.packing import Transposed
 from funcrt.params import Params, ParamSpec
 
 import mlx.core as mx
@@ -68,6 +70,8 @@ class ClampedExperts(StackedExperts):
     Stacks are stored with inputs before outputs, gates and ups in turns, and have biases.
     """
 
+    IN_TURNS: ClassVar[bool] = True
+
     alpha: float
     limit: float
 
@@ -79,14 +83,14 @@ class ClampedExperts(StackedExperts):
     def stacks(self, params: Params) -> Params:
         stacks: Params = {}
         for name in (self.gate_up, self.down):
-            stacks[f"{name}.weight"] = params[name].swapaxes(-1, -2)
+            stacks |= stored_stack(params, name, transposed=True)
             stacks[f"{name}.bias"] = params[f"{name}_bias"]
         return stacks
 
     def tensors(self) -> ParamSpec:
         spec: ParamSpec = {}
         for name, (experts, outputs, inputs) in super().tensors().items():
-            spec[name] = (experts, inputs, outputs)
+            spec[name] = Transposed((experts, inputs, outputs))
             spec[f"{name}_bias"] = (experts, outputs)
         return spec
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from funcrt.params import Params, Quantization, dequantize, quantization_of
+from funcrt import low_rank
+from funcrt.packing import PARTS, Quantization, dequantize, quantization_of
+from funcrt.params import Params
 
 import mlx.core as mx
 
@@ -23,21 +25,21 @@ def embed(params: Params, name: str, tokens: mx.array, width: int, dtype: mx.Dty
     tokens = mx.clip(tokens, 0, params[f"{name}.weight"].shape[0] - 1)
     packing = quantization_of(params, name, width)
     if packing is None:
-        return params[f"{name}.weight"][tokens].astype(dtype)
-    rows = {
-        f"{name}.{part}": params[f"{name}.{part}"][tokens]
-        for part in ("weight", "scales", "biases")
-    }
-    return dequantize(rows, name, packing).astype(dtype)
+        rows = params[f"{name}.weight"][tokens]
+    else:
+        parts = [f"{name}.{part}" for part in PARTS if f"{name}.{part}" in params]
+        rows = dequantize({part: params[part][tokens] for part in parts}, name, packing)
+    return low_rank.add_rows(params, name, tokens, rows.astype(dtype))
 
 
 def linear(params: Params, name: str, x: mx.array) -> mx.array:
-    """`x [..., I]` -> `[..., O]` by the dense or packed matrix `name` `[O, I]` and its bias."""
+    """`x [..., I]` -> `[..., O]` by the dense or packed matrix `name`, its change and its bias."""
     packing = quantization_of(params, name, x.shape[-1])
     if packing is None:
         y = x @ params[f"{name}.weight"].astype(x.dtype).T
     else:
         y = packed_product(params, name, x, packing)
+    y = low_rank.add(params, name, x, y)
     bias = params.get(f"{name}.bias")
     return y if bias is None else y + bias.astype(x.dtype)
 
@@ -49,12 +51,20 @@ def packed_product(
     return mx.quantized_matmul(
         x,
         params[f"{name}.weight"],
-        params[f"{name}.scales"].astype(x.dtype),
-        params[f"{name}.biases"].astype(x.dtype),
+        *scaling(params, name, packing, x.dtype),
         transpose=transpose,
-        group_size=packing.group_size,
-        bits=packing.bits,
+        **packing._asdict(),
     )
+
+
+def scaling(
+    params: Params, name: str, packing: Quantization, dtype: mx.Dtype
+) -> tuple[mx.array, mx.array | None]:
+    """Scales and biases of a packed matrix, as products with activations of `dtype` take them."""
+    scales = params[f"{name}.scales"]
+    if packing.mode != "affine":
+        return scales, None
+    return scales.astype(dtype), params[f"{name}.biases"].astype(dtype)
 
 
 def fused_linear(params: Params, fused: str, members: tuple[str, ...], x: mx.array) -> mx.array:

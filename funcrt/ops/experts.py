@@ -12,11 +12,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from funcrt.errors import ParamsError
-from funcrt.params import Params, quantization_of
+from funcrt.ops import scaling
+from funcrt.packing import PARTS, quantization_of
+from funcrt.params import Params
 
 import mlx.core as mx
 
-_PARTS = ("weight", "scales", "biases", "bias")
+_PARTS = (*PARTS, "bias")
 # From so many rows for each expert on, they are brought in the order of their experts, whose
 # weights are then read once. Measured: twice as fast on a CPU from about 4 on, and on an H200
 # slower below 16, 6 times as fast at 500.
@@ -80,13 +82,11 @@ def expert_linear(params: Params, name: str, x: mx.array, pick: Pick) -> mx.arra
         y = mx.gather_qmm(
             x,
             params[f"{name}.weight"],
-            params[f"{name}.scales"].astype(x.dtype),
-            params[f"{name}.biases"].astype(x.dtype),
+            *scaling(params, name, packing, x.dtype),
             rhs_indices=pick.experts,
             transpose=True,
-            group_size=packing.group_size,
-            bits=packing.bits,
             sorted_indices=pick.ordered,
+            **packing._asdict(),
         )
     bias = params.get(f"{name}.bias")
     return y if bias is None else y + bias[pick.experts][..., None, :].astype(x.dtype)
@@ -134,3 +134,18 @@ def expert_weights(params: Params, fused: str, members: tuple[str, ...], experts
             joined = mx.concatenate(arrays, axis=0) if len(arrays) > 1 else arrays[0]
             stacked[f"{fused}.{part}"] = joined.reshape(experts, -1, *joined.shape[1:])
     return stacked
+
+
+def stored_stack(params: Params, name: str, *, transposed: bool = False) -> Params:
+    """A stack that is stored as one, as `expert_linear` takes it, without biases.
+
+    Args:
+        params: hold the tensor `name`, or its packed parts `name.weight [X, O, ...]` and so on.
+        name: of the stack.
+        transposed: whether the dense one is `[X, I, O]`.
+    """
+    if name in params:
+        dense = params[name]
+        return {f"{name}.weight": dense.swapaxes(-1, -2) if transposed else dense}
+    parts = [f"{name}.{part}" for part in PARTS]
+    return {part: params[part] for part in parts if part in params}

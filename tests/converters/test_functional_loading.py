@@ -16,9 +16,12 @@ import tests.mlx_lm_extra  # noqa: F401 (skips without mlx-lm)
 from converters.functional import loading, mlx_lm_source
 from converters.functional.doctor import diagnose
 from converters.functional.model import FunctionalModel
+from funcrt import masks
 from funcrt.buckets import BucketPlan
 from funcrt.errors import ConfigError, ParamsError, SourceError
+from funcrt.flat import flatten
 from funcrt.models import FAMILIES
+from funcrt.packing import MICROSCALED
 from tests.helpers import relative_error, to_numpy
 from tests.reference.make_mlx_lm_modules import load_table, passed
 from tests.reference.mlx_lm_checks import make_module, run_model, run_module, tokens_of
@@ -146,6 +149,38 @@ def test_other_packings(tmp_path: Path, name: str) -> None:
     assert relative_error(model([ROW])[0][0], run_module(module, ROW, 23)) <= 1e-4
     size = sum(array.nbytes for array in model.params.values())
     assert diagnose(tmp_path, via="mlx_lm").params == (len(model.params), size)
+
+
+@pytest.mark.parametrize("mode", ["mxfp4", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen2_moe", "deepseek_v3"])
+def test_modes_without_biases_are_expanded_and_exported(
+    tmp_path: Path, name: str, mode: str
+) -> None:
+    """MLX itself does not export how it expands them."""
+    module, how = make_module(name), MICROSCALED[mode]._asdict()
+    nn.quantize(
+        module, how["group_size"], how["bits"], mode=mode,
+        class_predicate=lambda _, m: hasattr(m, "to_quantized") and m.weight.shape[-1] % 32 == 0,
+    )  # fmt: skip
+    params = dict(tree_flatten(module.parameters()))
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), params, {"format": "mlx"})
+    write_config(tmp_path, name, quantization=how)
+    model = converters.load(tmp_path, dtype="float32", via="mlx_lm")
+    assert "lm_head.scales" in model.params
+    assert "lm_head.scales" not in model.prepared
+    expected = mx.dequantize(
+        model.params["lm_head.weight"], model.params["lm_head.scales"], None, dtype=mx.float32,
+        **how,
+    )  # fmt: skip
+    assert mx.array_equal(model.prepared["lm_head.weight"], expected)
+    tokens, state = mx.array([ROW], dtype=mx.int32), model.init_cache(1, 32)
+    mask = masks.causal(mx.ones((1, len(ROW))), state["lengths"], 32)
+    arrays = [tokens, mask, *state.values()]
+    flat, _, _ = flatten(model.forward, model.prepared, tokens, mask, state)
+    path = str(tmp_path / "forward.mlxfn")
+    mx.export_function(path, flat, *model.prepared.values(), *arrays)
+    exported = mx.import_function(path)(*model.prepared.values(), *arrays)[0]
+    assert relative_error(exported, model.in_float32()([ROW])[0]) <= TOLERANCE
 
 
 RECURRENT = ["mamba", "mamba2", "rwkv7"]  # without any slots

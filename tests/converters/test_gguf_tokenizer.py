@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 
 import converters
-from converters import gguf_tokenizer, smollm2
-from converters.gguf_file import read_gguf
-from converters.gguf_tokenizer import PRE_TOKENIZERS
+from converters import smollm2
+from converters.gguf import tokenizer as gguf_tokenizer
+from converters.gguf.file import read_header
+from converters.gguf.pre_tokenizers import PRE_TOKENIZERS
 from funcrt.errors import SourceError, TextError
 
 import mlx.core as mx
@@ -169,7 +170,11 @@ def test_qwen2_composes_characters_first(metadata):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"model": "llama"}, "tokenizer 'llama' is not supported; known: gpt2; pass ignore="),
+        (
+            {"model": "bert"},
+            "tokenizer 'bert' is not supported; known: gpt2, llama, .*pass ignore=",
+        ),
+        ({"model": "llama"}, "scores: expected [0-9]+ entries, got none"),
         ({"pre": "zork"}, "pre-tokenizer 'zork' is not known; known: gpt-2, .*smollm"),
         ({"pre": None}, "pre-tokenizer 'default' is not known"),
         ({"tokens": None}, "tokens: expected a list of strings, got NoneType"),
@@ -218,7 +223,7 @@ def path():
 
 def test_smollm2_prompts(path):
     """Ids of an independent tokenizer for four prompts, one of 760 tokens."""
-    tokenizer = gguf_tokenizer.build(read_gguf(path).metadata)
+    tokenizer = gguf_tokenizer.build(read_header(path).metadata)
     prompts = json.loads(GOLDEN.read_text())["prompts"]
     assert len(prompts) == 4
     for prompt, golden in prompts.items():

@@ -31,7 +31,7 @@ def snapshot(monkeypatch):
         error: Exception | None = None
         calls: list[list[str]] = []  # noqa: RUF012
 
-        def __call__(self, repo, *, allow_patterns, ignore_patterns):
+        def __call__(self, repo, *, revision, allow_patterns, ignore_patterns):
             assert repo == ID
             self.calls.append(allow_patterns)
             if self.error is not None:

@@ -117,6 +117,15 @@ def test_more_layers_than_tensors(tiny):
     refuse(tiny.hf(), ParamsError, "10000 layers, but only")
 
 
+@pytest.mark.parametrize(
+    ("layers", "match"),
+    [(3, r"missing: model\.layers\.2\."), (1, r"unknown: model\.layers\.1\.")],
+)
+def test_another_number_of_layers(tiny, layers, match):
+    tiny.config["num_hidden_layers"] = layers
+    refuse(tiny.hf(), ParamsError, match)
+
+
 # --- damaged files -------------------------------------------------------------------------------
 
 
@@ -160,8 +169,10 @@ def test_a_damaged_header_never_raises_anything_else(tiny):
 
 
 def test_dtypes_that_graphs_cannot_take(tiny):
+    tiny.weights["model.norm.weight"] = mx.zeros(64, mx.int8)
+    refuse(tiny.hf(), ParamsError, r"model\.norm\.weight \(I8\); supported: F32")
     tiny.weights["model.norm.weight"] = mx.zeros(64, mx.uint8)
-    refuse(tiny.hf(), ParamsError, r"model\.norm\.weight \(U8\); supported: F32")
+    refuse(tiny.hf(), ParamsError, r"no scales that say what they mean: model\.norm\.weight")
 
 
 # --- folders -------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ import converters
 from funcrt import BucketPlan
 from funcrt.compiled import Compiled
 from funcrt.model import Model
-from funcrt.params import GROUP_SIZES, Params
+from funcrt.packing import GROUP_SIZES, Transposed
+from funcrt.params import Params
 from tests.families.batches import ROWS, held, run_alone, run_together, texts
 from tests.families.cases import Case, causal, run_plain
 from tests.families.configs import unknown_config
@@ -170,19 +171,21 @@ def pack(model: Model) -> Params:
     packed: Params = {}
     for name, array in model.params.items():
         base = name.removesuffix(".weight")
-        if not _is_matrix(name, array) or array.shape[-1] % GROUP:
+        flip = isinstance(model.spec[name], Transposed)
+        rows = array.swapaxes(-1, -2) if flip else array
+        if not _is_matrix(name, rows) or rows.shape[-1] % GROUP:
             packed[name] = array
             continue
-        parts = mx.quantize(array, group_size=GROUP, bits=BITS)
+        parts = mx.quantize(rows, group_size=GROUP, bits=BITS)
         for part, values in zip(("weight", "scales", "biases"), parts, strict=True):
             packed[f"{base}.{part}"] = values
     return packed
 
 
 def _is_matrix(name: str, array: mx.array) -> bool:
-    """Not the taps of a convolution, and not packed."""
+    """Not the taps of a convolution, a bias of every expert, or packed."""
     wide = array.ndim > 1 and array.shape[-1] >= GROUP
-    return wide and name.endswith(".weight") and array.dtype != mx.uint32
+    return wide and not name.endswith("bias") and array.dtype != mx.uint32
 
 
 def mlx_lm(case: Case) -> Result:

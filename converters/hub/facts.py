@@ -1,0 +1,117 @@
+"""What the card of a model or bundle says of it: its shape, its packing, what was verified."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from funcrt.bundle.manifest import ArraySpec, Manifest
+from funcrt.errors import BundleError, SourceError
+from funcrt.packing import Quantization
+from funcrt.storage import load_json
+
+CERTIFICATE = "certificate.json"
+
+
+def shape_facts(model: Mapping[str, Any], vocab_size: int, positions: int) -> dict[str, str]:
+    """What is the same for a model and its bundle, from the values of a config."""
+    architecture = str(model.get("model_type", "unknown"))
+    if "num_layers" in model:
+        architecture += f", {model['num_layers']} layers"
+    return {
+        "Architecture": architecture,
+        "Vocabulary": str(vocab_size),
+        "Trained for": f"{positions} tokens",
+    }
+
+
+def packing_of_bundle(stored: Sequence[ArraySpec], hidden: object) -> str | None:
+    """How most matrices of a bundle are packed, for people; None if they are dense.
+
+    A manifest has no column counts before packing, but most matrices have `hidden` of them.
+    """
+    shapes = {spec.name: spec for spec in stored}
+    packed = [name.removesuffix(".scales") for name in shapes if name.endswith(".scales")]
+    if not packed:
+        return None
+    found: Counter[Quantization] = Counter()
+    for base in packed:
+        scales, weight = shapes[f"{base}.scales"], shapes.get(f"{base}.weight")
+        if weight is None or not isinstance(hidden, int) or hidden % scales.shape[-1]:
+            continue
+        bits, group = weight.shape[-1] * 32 // hidden, hidden // scales.shape[-1]
+        mode = "affine"
+        if scales.dtype == "uint8":
+            mode = "nvfp4" if group == 16 else f"mxfp{bits}"
+        if bits in (2, 3, 4, 5, 6, 8) and group in (16, 32, 64, 128):
+            found[Quantization(bits, group, mode)] += 1
+    return describe_packing(Counter(dict(found.most_common(1)))) or "packed"
+
+
+def describe_packing(found: Mapping[Quantization, int]) -> str | None:
+    """Packings and how many matrices have each, for people; None without any."""
+    if not found:
+        return None
+    ordered = sorted(found, key=lambda packing: -found[packing])
+    parts = [f"{p.bits} bit ({p.mode}, groups of {p.group_size})" for p in ordered]
+    return parts[0] if len(parts) == 1 else f"{parts[0]}; some matrices {', '.join(parts[1:])}"
+
+
+def read_certificate(folder: Path) -> str | None:
+    """What `certificate.json` of a folder says; None without one.
+
+    Raises BundleError if it is damaged or says that a check failed.
+    """
+    if not (folder / CERTIFICATE).is_file():
+        return None
+    try:
+        data = load_json(folder / CERTIFICATE)
+    except SourceError as error:
+        raise BundleError(f"{error}; run `funcrt verify {folder}` again") from None
+    checks = data.get("checks")
+    if not isinstance(checks, list) or not all(isinstance(check, dict) for check in checks):
+        raise BundleError(
+            f"{folder / CERTIFICATE}: expected a list of `checks`; run `funcrt verify` again"
+        )
+    failed = [check for check in checks if check.get("passed") is not True]
+    if failed or data.get("passed") is False or not checks:
+        what = f"{len(failed)} of {len(checks)} checks failed"
+        raise BundleError(f"{folder / CERTIFICATE}: {what}; run `funcrt verify {folder}` again")
+    errors = [check for check in checks if check.get("check") == "error"]
+    text = f"`funcrt verify` passed all {len(checks)} checks (`{CERTIFICATE}`)"
+    worst = max(errors, key=lambda check: _number(check, "measured"), default=None)
+    if worst is not None:
+        text += (
+            f"; the largest error is {_number(worst, 'measured'):.1e} of the largest logit, in "
+            f"`{worst.get('function')}`, of {_number(worst, 'allowed'):.1e} allowed"
+        )
+    return f"{text}."
+
+
+def _number(check: Mapping[str, Any], key: str) -> float:
+    value = check.get(key)
+    return float(value) if isinstance(value, (int, float)) else float("inf")
+
+
+def proof_of_export(manifest: Manifest) -> str:
+    """What an export has verified before a bundle appeared."""
+    calls = [call for case in manifest.golden.cases for call in case.calls]
+    ties = "" if manifest.dtype == "float32" else " but for near ties"
+    text = (
+        f"When it was exported, another process repeated {len(calls)} recorded calls, every "
+        "function among them, and compared them with a float32 reference: tokens were equal"
+        f"{ties}, and errors at most {max((call.allowed for call in calls), default=0.0):.1e} of "
+        "the largest logit."
+    )
+    functions = manifest.report.functions if manifest.report else ()
+    found = [one.imported for one in functions if one.imported is not None]
+    if found:
+        text += f" Imported functions differ from the eager run by at most {max(found):.1e}."
+    return f"{text} `funcrt verify` repeats this on your machine."
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """`1, 4`."""
+    return ", ".join(map(str, numbers))

@@ -1,0 +1,59 @@
+"""The stored weights of a bundle, and others in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from funcrt.bundle.manifest import ArraySpec, Manifest, describe_arrays
+from funcrt.errors import BundleError, ParamsError, SourceError
+from funcrt.params import FLOATS, Params
+from funcrt.storage import load_arrays
+
+import mlx.core as mx
+
+
+def load_stored(folder: Path, manifest: Manifest) -> Params:
+    """The stored weights, lazily, in the manifest's order."""
+    found: Params = {}
+    try:
+        for file in manifest.params.files:
+            found |= load_arrays(folder / file)
+    except SourceError as error:
+        raise BundleError(str(error)) from None
+    names = [spec.name for spec in manifest.params.stored]
+    ordered = {name: found[name] for name in names if name in found}
+    if len(found) != len(names) or describe_arrays(ordered) != manifest.params.stored:
+        raise BundleError(f"{folder}: its weights are not those that its manifest lists")
+    return ordered
+
+
+def as_stored(params: Mapping[str, mx.array], specs: Sequence[ArraySpec]) -> Params:
+    """Some of the stored weights, replaced; floats in the dtype that they are stored in.
+
+    Raises ParamsError for unknown names, other shapes, or other dtypes.
+    """
+    expected = {spec.name: spec for spec in specs}
+    problems = []
+    cast: Params = {}
+    for name, array in params.items():
+        spec = expected.get(name)
+        if spec is None:
+            problems.append(f"{name}: the bundle has no such tensor")
+            continue
+        dtype: mx.Dtype = getattr(mx, spec.dtype)
+        both_floats = spec.dtype in FLOATS and array.dtype in FLOATS.values()
+        if array.shape != spec.shape or not (both_floats or array.dtype == dtype):
+            problems.append(
+                f"{name}: expected {spec.dtype} {list(spec.shape)}, "
+                f"got {array.dtype} {list(array.shape)}"
+            )
+            continue
+        cast[name] = array.astype(dtype)
+    if problems:
+        more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise ParamsError(
+            f"weights do not fit the exported functions: {'; '.join(problems[:8])}{more}; "
+            "export the model that has them"
+        )
+    return cast

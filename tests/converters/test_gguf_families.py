@@ -1,0 +1,101 @@
+"""Files made by llama.cpp's converter from the golden cases: `tests/reference/make_gguf.py`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import converters
+from converters import gguf as reader
+from converters.gguf import support
+from converters.gguf.architectures import ARCHITECTURES
+from funcrt.models import FAMILIES
+from tests.families.cases import run_plain
+from tests.helpers import TOLERANCE, relative_error
+from tests.reference import gguf_cases, golden
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+TOKENS = 60  # of the golden prompt; windows are shorter
+
+
+def model_type(case: str) -> str:
+    """The family that a case needs."""
+    config = json.loads((gguf_cases.FAMILIES / case / "config.json").read_text())
+    return str(config["model_type"])
+
+
+CASES = [case for case in gguf_cases.CHANGES if model_type(case) in FAMILIES]
+# `log(exp(A))` is A but for its last bit.
+ROUNDED = (".A_log",)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tensors_and_logits_are_those_of_the_hugging_face_folder(case, tmp_path):
+    folder = converters.load(gguf_cases.make_folder(case, tmp_path), dtype="float32")
+    model = converters.load(gguf_cases.FILES / f"{case}.gguf", dtype="float32")
+    assert list(model.params) == list(folder.params)
+    for name, array in folder.params.items():
+        if name.endswith(ROUNDED):
+            assert relative_error(model.params[name], array) < 1e-6
+        else:
+            assert mx.array_equal(model.params[name], array).item(), name
+    tokens = [int(t) for t in np.array(golden.read_family_golden(case).tokens)[0, :TOKENS]]
+    assert relative_error(run_plain(model, tokens), run_plain(folder, tokens)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not gguf_cases.CHANGES[case]])
+def test_logits_are_those_of_transformers(case):
+    expected = golden.read_family_golden(case)
+    model = converters.load(gguf_cases.FILES / f"{case}.gguf", dtype="float32")
+    logits = run_plain(model, [int(t) for t in np.array(expected.tokens)[0]])
+    assert relative_error(logits[expected.positions], expected.logits) <= TOLERANCE
+
+
+def test_every_architecture_has_a_file():
+    found = {
+        str(reader.read_header(path).metadata["general.architecture"])
+        for path in gguf_cases.FILES.glob("*.gguf")
+    }
+    without = {"qwen35moe"}  # its experts are those of granitemoe, the rest that of qwen35
+    assert found | without == set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_names_come_from_the_header_alone(case):
+    """What a converter that reads piece by piece relies on."""
+    opened = reader.open_gguf(gguf_cases.FILES / f"{case}.gguf")
+    shapes = {name: a.shape for params in opened.params() for name, a in params.items()}
+    assert len(opened.pieces) <= len(shapes)
+    spec = converters.load(gguf_cases.FILES / f"{case}.gguf").spec
+    assert shapes.keys() == spec.keys()
+
+
+def test_the_table_of_formats_names_every_family():
+    rows = support.rows()
+    assert [row.model_type for row in rows] == sorted(FAMILIES)
+    by_type = {row.model_type: row for row in rows}
+    assert by_type["mixtral"].gguf == by_type["mistral"].gguf == ("llama",)
+    assert by_type["llama"].mlx
+    assert {name for row in rows for name in row.gguf} <= set(ARCHITECTURES)
+    assert support.table().count("\n") == len(rows) + 1
+
+
+def test_heads_of_norms_are_split(tmp_path: Path):
+    """StableLM keeps a tensor for each head, which GGUF stacks; llama.cpp's converter cannot."""
+    from converters.gguf.file import GGUFTensor
+    from converters.gguf.placing import Piece, read_piece
+
+    values = np.arange(32, dtype=np.float32).reshape(4, 8)
+    (tmp_path / "data").write_bytes(values.tobytes())
+    tensor = GGUFTensor("blk.0.attn_q_norm.weight", (4, 8), "F32", tmp_path / "data", 0, 128)
+    block = ARCHITECTURES["stablelm"].block
+    name = f"model.layers.0.{block['attn_q_norm']}.weight"
+    params = read_piece(Piece(name, (tensor,)), ARCHITECTURES["stablelm"], {})
+    assert list(params) == [
+        f"model.layers.0.self_attn.q_layernorm.norms.{i}.weight" for i in range(4)
+    ]
+    for i, array in enumerate(params.values()):
+        np.testing.assert_array_equal(np.array(array), values[i])
