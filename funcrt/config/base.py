@@ -25,7 +25,8 @@ _HARMLESS = {
     "_attn_implementation_autoset", "_name_or_path", "attention_dropout",
     "auto_map", "bos_token_id",
     "chunk_size_feed_forward", "dtype", "funcrt_version", "id2label", "initializer_range",
-    "is_llama_config", "label2id", "pad_token_id", "problem_type", "return_dict", "torch_dtype",
+    "is_llama_config", "label2id", "pad_token_id", "pretraining_tp", "problem_type", "return_dict",
+    "torch_dtype",
     "transformers.js_config", "transformers_version", "unk_token_id",
     "unsloth_fixed", "unsloth_version", "use_cache",
 }  # fmt: skip
@@ -50,10 +51,7 @@ class ModelConfig:
     """
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {}
-    FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "pretraining_tp": (None, 1),
-        "rope_interleaved": (None, False),
-    }
+    FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"rope_interleaved": (None, False)}
     HARMLESS: ClassVar[frozenset[str]] = frozenset()
     WINDOWED: ClassVar[bool] = False
     PARTIAL_ROTARY: ClassVar[bool] = False

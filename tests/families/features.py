@@ -49,8 +49,8 @@ IDLE: dict[str, set[str]] = {
         # Of training, of text, of bookkeeping; or a limit that nothing is computed from.
         "architectures", "attention_dropout", "attn_pdrop", "bos_token_id", "dtype", "embd_pdrop",
         "eos_token_id", "hidden_dropout", "initializer_range", "max_position_embeddings",
-        "model_type", "pad_token_id", "resid_pdrop", "torch_dtype", "transformers_version",
-        "use_cache",
+        "model_type", "pad_token_id", "pretraining_tp", "resid_pdrop", "torch_dtype",
+        "transformers_version", "use_cache",
     },
     **deepseek_features.IDLE,
     **gpt_features.IDLE,
