@@ -274,11 +274,18 @@ def test_unknown_keys_that_are_off_or_ignored_pass():
         "is_causal": True,
         "use_mup": False,
         "logit_scale": None,
+        "attn_implementation": "flash_attention_2",
         "sliding_window": None,
     }
     assert ModelConfig.from_hf({**HF, **off, "torch_dtype": "float16"}) == expected
     assert ModelConfig.from_hf({**HF, "logit_scale": 2.0}, ignore=["logit_scale"]) == expected
     assert ModelConfig.from_hf({**HF, "quantization": {"bits": 4, "group_size": 64}}) == expected
+
+
+def test_architectures_may_be_null():
+    assert ModelConfig.from_hf({**HF, "architectures": None}) == ModelConfig.from_hf(HF)
+    smol = config_of("smollm3")
+    assert read_config({**smol, "architectures": None}).architectures == ("SmolLM3ForCausalLM",)
 
 
 def test_how_training_was_split_means_nothing_to_any_family():
