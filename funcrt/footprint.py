@@ -93,6 +93,7 @@ class Footprint:
 
         Layers need two rounds of scores `[B, H, T, S]` (read and written at once), the mask and
         its inputs, and the activations of about two layers, since MLX runs ahead of what it frees.
+        Rings look at few columns of the mask: what it was made of is gone when they score.
 
         Args:
             batch: B.
@@ -110,8 +111,10 @@ class Footprint:
         values += 3 * self.num_heads * self._latent_width()
         scan = self._scan(tokens)
         activations = places * values * (max(self.value_bytes, 4) if scan else self.value_bytes)
-        scores = places * 2 * self.num_heads * self._columns(capacity) * self.value_bytes
-        layers = scores + places * 3 * capacity + activations + logits
+        columns, mask = self._columns(capacity), places * capacity
+        scores = places * 2 * self.num_heads * columns * self.value_bytes
+        looked = scores + 3 * mask if columns == capacity else max(scores + mask, 3 * mask)
+        layers = looked + activations + logits
         layers += batch * scan
         if "temperature" in signature.inputs:
             # Scores are gone when tokens are drawn, what stands between layers may not be.

@@ -10,8 +10,10 @@ from tests.commands import run, run_here
 
 import pytest
 
-ROW = {"model_type": "one", "family": "file", **dict.fromkeys(COLUMNS, True), "reason": ""}
-OTHER = {**ROW, "mlx_lm": False, "reason": "mlx_lm: no"}
+ONE = {"model_type": "one", "family": "file", **dict.fromkeys(COLUMNS, True), "reason": ""}
+ROW = {"case": "one", **ONE}
+OTHER = {**ROW, "case": "one-other", "mlx_lm": False, "reason": "mlx_lm: no"}
+NOTED = {**ROW, "case": "one-noted", "reason": "mlx_lm: without a window; traces: more"}
 
 
 def test_json_has_an_object_for_every_model_type() -> None:
@@ -37,8 +39,37 @@ def test_text_has_a_line_for_every_model_type() -> None:
 def test_a_model_type_is_true_where_all_of_its_checkpoints_are() -> None:
     (one,) = merge([ROW, OTHER, OTHER], {"one": "file"})
     assert {column for column in COLUMNS if not one[column]} == {"mlx_lm"}
-    assert one["reason"] == "mlx_lm: no"
-    assert merge([ROW, ROW], {"one": "file"}) == [ROW]
+    assert merge([ROW, ROW], {"one": "file"}) == [ONE]
+
+
+@pytest.mark.parametrize(
+    ("rows", "text"),
+    [
+        ([OTHER], "mlx_lm: no"),
+        ([OTHER, OTHER], "mlx_lm: no"),
+        ([ROW, OTHER], "mlx_lm (one-other): no"),
+        (
+            [ROW, NOTED, OTHER, {**OTHER, "case": "one-more"}],
+            "mlx_lm (one-noted): without a window; traces (one-noted): more; "
+            "mlx_lm (one-other, one-more): no",
+        ),
+    ],
+)
+def test_a_note_names_its_checkpoints_unless_it_is_of_all(
+    rows: list[dict[str, object]], text: str
+) -> None:
+    (one,) = merge(rows, {"one": "file"})
+    assert one["reason"] == text
+
+
+def test_notes_of_what_is_true_are_listed() -> None:
+    """What was changed before mlx-lm's module could be compared stays visible."""
+    note = "without its sliding window, which mlx-lm's module does not know"
+    (one,) = [one for one in json.loads(run_here("models", "--json").stdout)
+              if one["model_type"] == "mistral"]  # fmt: skip
+    assert one["mlx_lm"]
+    assert one["reason"] == f"mlx_lm (mistral-window): {note}"
+    assert "(mistral-window)" in " ".join(run_here("models").stdout.split())
 
 
 def test_a_family_without_a_row_is_false_everywhere() -> None:

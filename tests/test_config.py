@@ -6,6 +6,8 @@ from typing import Any
 
 from funcrt.config import ModelConfig, RopeConfig
 from funcrt.errors import ConfigError
+from funcrt.models import read_config
+from tests.families.cases import case_names, config_of
 
 import pytest
 
@@ -233,10 +235,9 @@ def test_required_keys(key):
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"pretraining_tp": 2}, "pretraining_tp=2 is not supported"),
-        ({"model_type": None, "pretraining_tp": 2}, "model_type"),
+        ({"model_type": None, "rope_interleaved": True}, "model_type"),
         ({"sliding_window": 4096}, "sliding_window=4096"),
-        ({"rope_interleaved": True}, "rope_interleaved=True"),
+        ({"rope_interleaved": True}, "rope_interleaved=True is not supported"),
         ({"is_causal": False}, "is_causal=False"),
         ({"partial_rotary_factor": 0.25}, "partial_rotary_factor=0.25"),
         ({"hidden_act": "swish2"}, "activation 'swish2' is not supported; known: silu"),
@@ -273,12 +274,26 @@ def test_unknown_keys_that_are_off_or_ignored_pass():
         "is_causal": True,
         "use_mup": False,
         "logit_scale": None,
-        "pretraining_tp": 1,
+        "attn_implementation": "flash_attention_2",
         "sliding_window": None,
     }
     assert ModelConfig.from_hf({**HF, **off, "torch_dtype": "float16"}) == expected
     assert ModelConfig.from_hf({**HF, "logit_scale": 2.0}, ignore=["logit_scale"]) == expected
     assert ModelConfig.from_hf({**HF, "quantization": {"bits": 4, "group_size": 64}}) == expected
+
+
+def test_architectures_may_be_null():
+    assert ModelConfig.from_hf({**HF, "architectures": None}) == ModelConfig.from_hf(HF)
+    smol = config_of("smollm3")
+    assert read_config({**smol, "architectures": None}).architectures == ("SmolLM3ForCausalLM",)
+
+
+def test_how_training_was_split_means_nothing_to_any_family():
+    """Llama 2 and Command R say it; sums are the same in whatever pieces."""
+    for name in [name for name in case_names() if not name.startswith("llama-")]:
+        read = read_config(config_of(name))
+        assert read_config({**config_of(name), "pretraining_tp": 2}) == read, name
+    assert ModelConfig.from_hf({**HF, "pretraining_tp": 2}) == ModelConfig.from_hf(HF)
 
 
 def test_a_dtype_must_be_one_that_computes():

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import converters
+from converters.functional.doctor import diagnose
+from funcrt import layers, ops
 from funcrt.errors import ConfigError, ParamsError
 from funcrt.model import Model
 from funcrt.models import read_config
@@ -64,6 +66,27 @@ def test_gpt_oss_as_mlx_lm_has_it(tmp_path: Path) -> None:
         else:
             theirs[f"{base}.{part}"] = turned
     assert_as_mlx_lm(ours, write_folder(tmp_path, config, theirs))
+
+
+def test_sorting_is_decided_by_how_many_experts_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    totals = set[int]()
+
+    def dispatch(x: mx.array, **inputs: Any) -> mx.array:
+        totals.add(inputs["total"])
+        return ops.experts.dispatch(x, **inputs)
+
+    monkeypatch.setattr(layers.moe, "dispatch", dispatch)
+    for config in (MIXTRAL, QWEN3, GPT_OSS):
+        run_plain(Model(read_config(config), draw_params(config)), some_tokens(4))
+    assert totals == {6}
+
+
+def test_doctor_knows_that_16_bits_are_computed_on_a_cpu(tmp_path: Path) -> None:
+    for config in (MIXTRAL, GPT_OSS):
+        folder = write_folder(tmp_path, {**config, "torch_dtype": "bfloat16"}, Params())
+        assert diagnose(folder).notes == ()
 
 
 # --- configs --------------------------------------------------------------------------------------

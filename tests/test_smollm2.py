@@ -11,13 +11,13 @@ from typing import Any
 import funcrt
 from funcrt.cli import demo
 from funcrt.model import Model
+from tests.perplexity import TEXT, measure_perplexity
 
 import mlx.core as mx
 import pytest
 
-GOLDEN: dict[str, dict[str, Any]] = json.loads(
-    (Path(__file__).parent / "reference" / "smollm2.json").read_text("utf-8")
-)["prompts"]
+REFERENCE = json.loads((Path(__file__).parent / "reference" / "smollm2.json").read_text("utf-8"))
+GOLDEN: dict[str, dict[str, Any]] = REFERENCE["prompts"]
 LOGIT_TOLERANCE = 2e-3  # of logits around 20
 LONGEST = max(len(golden["prompt_ids"]) for golden in GOLDEN.values())
 DEMO_PLAN = demo.PLAN
@@ -58,6 +58,15 @@ def test_eager_continues_as_the_reference(model: Model, name: str) -> None:
         tokens.append(int(mx.argmax(logits[0, -1]).item()))
     assert tokens == golden["greedy_ids"]
     assert cache["lengths"].tolist() == [len(golden["prompt_ids"]) + len(tokens) - 1]
+
+
+def test_perplexity_of_the_text_is_that_of_the_reference(model: Model) -> None:
+    """Allowed 0.1 %; found 1.4e-7."""
+    tokens = list(model.tokenizer.encode(TEXT))
+    assert len(tokens) == REFERENCE["text"]["tokens"]
+    logits, _ = model([tokens])
+    found = measure_perplexity(logits[0], tokens)
+    assert found == pytest.approx(REFERENCE["text"]["perplexity"], rel=1e-3)
 
 
 def test_compiled_batch_continues_as_the_reference(model: Model) -> None:

@@ -82,8 +82,10 @@ def diagnose(source: str | Path, via: str | None = None) -> Diagnosis:
         return replace(found, reason=str(error))
     graph = inspect_graph(model)
     spec = [entry for entry in model.cache_spec(FULL) if entry.kind != "row"]
+    # Families here widen what they give to such products.
+    narrow = isinstance(model.family, ModuleFamily) and model.config.dtype != "float32"
     notes: tuple[str, ...] = ()
-    if model.config.dtype != "float32" and _ONLY_WIDE & graph.primitives.keys():
+    if narrow and _ONLY_WIDE & graph.primitives.keys():
         notes = ("on a cpu in float32 only (dtype='float32'): MLX has no 16-bit GatherMM there",)
     return replace(
         found,

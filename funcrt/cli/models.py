@@ -25,7 +25,7 @@ COLUMNS = {
     "four_bit": "every matrix packed in 4 bits",
     "gradients": "gradients equal numeric ones",
     "traces": "one trace for each shape",
-    "mlx_lm": "mlx-lm's module gives the same logits",
+    "mlx_lm": "mlx-lm's module gives the same logits, both changed where the notes say so",
     "unknown_config": "settings that nobody implements raise",
 }
 _TABLE = "table.json"
@@ -44,7 +44,7 @@ def models(json_: o.Json = False) -> None:
         return
     title = f"{len(found)} model types; checks: {', '.join(COLUMNS)}"
     rows = [(one["model_type"], one["family"], summary(one), one["reason"]) for one in found]
-    terminal.table(title, ("model_type", "family", "passes", "because"), rows)
+    terminal.table(title, ("model_type", "family", "passes", "notes"), rows)
 
 
 def load_rows() -> list[dict[str, Any]]:
@@ -60,20 +60,36 @@ def merge(rows: Sequence[Mapping[str, Any]], families: Mapping[str, str]) -> lis
     Args:
         rows: of checkpoints; a column of a model type is true if it is in all of its rows.
         families: model type -> name of its file. One without a row is false in every column.
+
+    A `reason` says why a column is false, or what was changed to make it true; what holds for some
+    rows of a model type only names their checkpoints.
     """
     merged = []
     for model_type in sorted(families):
         own = [row for row in rows if row["model_type"] == model_type]
-        reasons = dict.fromkeys(row["reason"] for row in own if row["reason"])
         merged.append(
             {
                 "model_type": model_type,
                 "family": families[model_type],
                 **{column: bool(own) and all(row[column] for row in own) for column in COLUMNS},
-                "reason": "; ".join(reasons) if own else "not checked",
+                "reason": _merge_reasons(own) if own else "not checked",
             }
         )
     return merged
+
+
+def _merge_reasons(rows: Sequence[Mapping[str, Any]]) -> str:
+    """`column: why; column (case, case): why`."""
+    cases: dict[str, list[str]] = {}
+    for row in rows:
+        for part in filter(None, row["reason"].split("; ")):
+            cases.setdefault(part, []).append(row["case"])
+    merged = []
+    for part, names in cases.items():
+        column, _, why = part.partition(": ")
+        where = f" ({', '.join(names)})" if len(names) < len(rows) else ""
+        merged.append(f"{column}{where}: {why}")
+    return "; ".join(merged)
 
 
 def summary(one: Mapping[str, Any]) -> str:

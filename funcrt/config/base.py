@@ -22,10 +22,11 @@ _USED = {
 
 # Keys that cannot change the logits of a trained text model at inference.
 _HARMLESS = {
-    "_attn_implementation_autoset", "_name_or_path", "attention_dropout",
-    "auto_map", "bos_token_id",
+    "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "attention_dropout",
+    "attn_implementation", "auto_map", "bos_token_id",
     "chunk_size_feed_forward", "dtype", "funcrt_version", "id2label", "initializer_range",
-    "is_llama_config", "label2id", "pad_token_id", "problem_type", "return_dict", "torch_dtype",
+    "is_llama_config", "label2id", "pad_token_id", "pretraining_tp", "problem_type", "return_dict",
+    "torch_dtype",
     "transformers.js_config", "transformers_version", "unk_token_id",
     "unsloth_fixed", "unsloth_version", "use_cache",
 }  # fmt: skip
@@ -50,10 +51,7 @@ class ModelConfig:
     """
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {}
-    FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "pretraining_tp": (None, 1),
-        "rope_interleaved": (None, False),
-    }
+    FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"rope_interleaved": (None, False)}
     HARMLESS: ClassVar[frozenset[str]] = frozenset()
     WINDOWED: ClassVar[bool] = False
     PARTIAL_ROTARY: ClassVar[bool] = False
@@ -133,7 +131,9 @@ class ModelConfig:
             raise ConfigError(
                 f"config.json has {what}: expected a string, got {hf.get('model_type')!r}"
             )
-        hf = cls.fill({**cls.DEFAULTS, **hf})
+        # Null is written for models that were never saved as a class.
+        given = {k: v for k, v in hf.items() if k != "architectures" or v is not None}
+        hf = cls.fill({**cls.DEFAULTS, **given})
         cls._check_keys(hf)
         values: dict[str, Any] = read_fields(cls, hf)
         for name, spelled in cls.ropes(hf).items():

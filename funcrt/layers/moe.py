@@ -60,7 +60,7 @@ class Experts(Part):
             return expert_linear(stacks, self.down, inner, pick)
 
         chosen, weights = route
-        return dispatch(x, chosen=chosen, weights=weights, experts=experts)
+        return dispatch(x, chosen=chosen, weights=weights, experts=experts, total=self.count)
 
     def activate(self, gate_up: mx.array) -> mx.array:
         """`[..., 2 F]` -> `[..., F]`."""

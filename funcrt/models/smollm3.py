@@ -30,9 +30,7 @@ class Config(SwitchedConfig):
         "no_rope_layer_interval": 4,
     }  # fmt: skip
     FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    HARMLESS: ClassVar[frozenset[str]] = frozenset(
-        {"max_window_layers", "no_rope_layer_interval", "pretraining_tp"}
-    )
+    HARMLESS: ClassVar[frozenset[str]] = frozenset({"max_window_layers", "no_rope_layer_interval"})
     ROPE_DEFAULTS: ClassVar[Mapping[str, Any]] = {"rope_theta": 2000000.0}
 
     no_rope_layers: tuple[int, ...] = setting("no_rope_layers")

@@ -43,7 +43,7 @@ def dispatch(
     chosen: mx.array,
     weights: mx.array,
     experts: Callable[[mx.array, Pick], mx.array],
-    total: int = 64,
+    total: int,
 ) -> mx.array:
     """Each token's experts, added up by weight in float32.
 

@@ -119,6 +119,15 @@ class Case:
         ]  # fmt: skip
 
 
+def replace_keys(hf: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with some values replaced; a dot in a key leads into a dict."""
+    changed = dict(hf)
+    for path, value in changes.items():
+        key, _, rest = path.partition(".")
+        changed[key] = replace_keys(changed[key], {rest: value}) if rest else value
+    return changed
+
+
 def run_plain(model: Model, tokens: Sequence[int], params: Any = None) -> mx.array:
     """Logits `[T, V]` of one text: eager, uncached, alone; `params` are the model's own or others.
 

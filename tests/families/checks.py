@@ -5,15 +5,14 @@ Each takes a case and returns a `Result`, or raises what went wrong.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 
-import converters
 from funcrt import BucketPlan
 from funcrt.compiled import Compiled
 from funcrt.model import Model
 from funcrt.packing import GROUP_SIZES, Transposed
 from funcrt.params import Params
+from tests.families.against_mlx_lm import mlx_lm
 from tests.families.batches import ROWS, held, run_alone, run_together, texts
 from tests.families.cases import Case, causal, run_plain
 from tests.families.configs import unknown_config
@@ -186,13 +185,6 @@ def _is_matrix(name: str, array: mx.array) -> bool:
     """Not the taps of a convolution, a bias of every expert, or packed."""
     wide = array.ndim > 1 and array.shape[-1] >= GROUP
     return wide and not name.endswith("bias") and array.dtype != mx.uint32
-
-
-def mlx_lm(case: Case) -> Result:
-    """The golden prompt through mlx-lm's module on the same weights gives our logits."""
-    assert importlib.util.find_spec("mlx_lm") is not None, "mlx-lm is not installed"
-    theirs = converters.load(case.folder, dtype="float32", via="mlx_lm")
-    return Result(relative_error(run_plain(theirs, case.prompt), case.whole), TOLERANCE)
 
 
 Check = Callable[[Case], Result]

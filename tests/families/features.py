@@ -23,7 +23,7 @@ from tests.families import (
     llama_features,
     recurrent_features,
 )
-from tests.families.cases import Case, run_plain
+from tests.families.cases import Case, replace_keys, run_plain
 from tests.families.results import BLINDNESS, Result, worst
 from tests.helpers import relative_error, to_numpy
 
@@ -49,8 +49,8 @@ IDLE: dict[str, set[str]] = {
         # Of training, of text, of bookkeeping; or a limit that nothing is computed from.
         "architectures", "attention_dropout", "attn_pdrop", "bos_token_id", "dtype", "embd_pdrop",
         "eos_token_id", "hidden_dropout", "initializer_range", "max_position_embeddings",
-        "model_type", "pad_token_id", "resid_pdrop", "torch_dtype", "transformers_version",
-        "use_cache",
+        "model_type", "pad_token_id", "pretraining_tp", "resid_pdrop", "torch_dtype",
+        "transformers_version", "use_cache",
     },
     **deepseek_features.IDLE,
     **gpt_features.IDLE,
@@ -76,7 +76,7 @@ def features(case: Case) -> Result:
 
 def _moved_by(case: Case, change: Change) -> float:
     try:
-        model = case.load(_apply(case.hf, change))
+        model = case.load(replace_keys(case.hf, change))
         return _moved(case, model, model.params)
     except FuncrtError:
         return 1.0  # a size that no longer fits the tensors, a value that is not supported
@@ -114,7 +114,9 @@ def _changes(case: Case) -> Iterator[tuple[str, list[Change]]]:
             for others in _others(key, value):
                 yield f"{key} = {others[0]!r}", [{key: other} for other in others]
     for name, change in extra.items():
-        if _apply(case.hf, change) != case.hf:  # a model type's may be what one of its cases has
+        if (
+            replace_keys(case.hf, change) != case.hf
+        ):  # a model type's may be what one of its cases has
             yield name, [change]
 
 
@@ -139,12 +141,3 @@ def _others(key: str, value: Any) -> list[list[Any]]:
     if isinstance(value, list) and value and isinstance(value[0], float):
         return [[[1.5 * x for x in value]]]
     return []
-
-
-def _apply(hf: Mapping[str, Any], change: Change) -> dict[str, Any]:
-    """A config with some values replaced."""
-    changed = dict(hf)
-    for path, value in change.items():
-        key, _, rest = path.partition(".")
-        changed[key] = _apply(changed[key], {rest: value}) if rest else value
-    return changed

@@ -15,13 +15,15 @@ from typing import Any
 from funcrt.models import FAMILIES
 from tests.families.cases import Case
 from tests.families.checks import CHECKS
+from tests.families.mlx_lm_changes import CHANGES, note
 from tests.families.reasons import REASONS
 
 
 def make_row(name: str, columns: Iterable[str] = tuple(CHECKS)) -> dict[str, Any]:
     """Run the checks of one case, and print what each measured.
 
-    `reason` has a text for every column that is not true, see `REASONS`.
+    `reason` has a text for every column that is not true, see `REASONS`, and says what was changed
+    for mlx-lm's module.
     """
     reasons = []
     with Case(name) as case:
@@ -42,6 +44,8 @@ def make_row(name: str, columns: Iterable[str] = tuple(CHECKS)) -> dict[str, Any
             print(f"    {column:<15} {said}  {time.perf_counter() - begin:.1f} s")
             if not row[column]:
                 reasons.append(f"{column}: {REASONS.get((name, column), 'fails')}")
+            elif column == "mlx_lm" and name in CHANGES:
+                reasons.append(f"{column}: {note(CHANGES[name])}")
     return {**row, "reason": "; ".join(reasons)}
 
 

@@ -50,7 +50,7 @@ def readme(text: str) -> str:
 def families_list() -> str:
     """A Markdown table of all model types."""
     found = merge(load_rows(), {name: family.name for name, family in FAMILIES.items()})
-    lines = ["| `model_type` | file | passes | because |", "|---|---|---|---|"]
+    lines = ["| `model_type` | file | passes | notes |", "|---|---|---|---|"]
     lines += [
         f"| {one['model_type']} | `models/{one['family']}.py` | {summary(one)} | {one['reason']} |"
         for one in found

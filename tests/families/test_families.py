@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 
 from funcrt.models import FAMILIES
+from tests.families.against_mlx_lm import mlx_lm
 from tests.families.cases import Case, case_names
 from tests.families.checks import CHECKS
 from tests.families.features import EXTRA, IDLE
+from tests.families.mlx_lm_changes import CHANGES, Change, note
 from tests.families.reasons import REASONS
 from tests.families.results import Result, worst
 from tests.families.row import make_row
@@ -53,8 +56,15 @@ def test_the_table_has_every_case() -> None:
         assert row["model_type"] == model_type_of(name)
         assert row["family"] == FAMILIES[row["model_type"]].name
         assert TABLE.columns == tuple(CHECKS)
-        missing = [column for column in CHECKS if not row[column]]
-        assert [part.split(": ")[0] for part in row["reason"].split("; ") if part] == missing
+        noted = {"mlx_lm"} if name in CHANGES else set()
+        said = [column for column in CHECKS if not row[column] or column in noted]
+        assert [part.split(": ")[0] for part in row["reason"].split("; ") if part] == said
+
+
+def test_notes_are_those_of_the_changes() -> None:
+    for name, changes in CHANGES.items():
+        assert ROWS[name]["reason"] == f"mlx_lm: {note(changes)}"
+        assert not re.search("; |: ", note(changes))  # rows and model types are joined by them
 
 
 def test_what_is_false_has_a_reason_and_reasons_are_of_what_is_false() -> None:
@@ -66,8 +76,22 @@ def test_what_is_false_has_a_reason_and_reasons_are_of_what_is_false() -> None:
 
 def test_exceptions_are_of_cases_that_exist() -> None:
     known = {*case_names(), *map(model_type_of, case_names()), "*"}
+    assert not CHANGES.keys() - set(CASES)
     assert not EXTRA.keys() - known
     assert not IDLE.keys() - known
+
+
+@needs_mlx_lm
+def test_a_change_that_is_not_needed_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    idle = Change("with another text", {"bos_token_id": 3})
+    monkeypatch.setitem(CHANGES, "mistral", (idle,))
+    with Case("mistral") as case:
+        result = mlx_lm(case)
+    assert not result.passed
+    assert result.note == "needed: with another text"
+    monkeypatch.delitem(CHANGES, "mistral-window")
+    with Case("mistral-window") as case:
+        assert mlx_lm(case).found > 0.1
 
 
 def test_every_family_has_a_case() -> None:
