@@ -29,8 +29,8 @@ def download(
 ) -> Path:
     """The local folder with the files of a repository that match, downloaded if need be.
 
-    Shows the hub client's progress bars and uses its cache, login and HF_HUB_OFFLINE. What was
-    downloaded before an interruption is not downloaded again.
+    Shows the hub client's progress bars and uses its cache, login and HF_HUB_OFFLINE. Files that
+    were complete before an interruption are not downloaded again.
 
     Args:
         repo: owner/name.

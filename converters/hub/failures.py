@@ -60,13 +60,13 @@ def _explain_download(error: Exception, repo: str, revision: str | None) -> str:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return (
             f"no room for {repo!r} in {constants.HF_HUB_CACHE} ({_reason(error)}): make some, or "
-            "set HF_HOME to another disk; what has arrived is kept"
+            "set HF_HOME to another disk; files that are complete are kept"
         )
     if _status(error) == 429:
         return f"{constants.ENDPOINT} allows no more requests ({_reason(error)}): wait, then again"
     return (
         f"{repo!r} is no local path, and downloading it failed ({_reason(error)}): check the "
-        "network, or pass a local folder; what has arrived is kept"
+        "network, or pass a local folder; files that are complete are kept"
     )
 
 

@@ -55,8 +55,8 @@ class Pulled:
 def pull(repo: str, target: str | Path | None = None, revision: str | None = None) -> Pulled:
     """Download a model or a bundle, or what is missing of it, and check it.
 
-    Files arrive in the hub client's cache, where an interrupted download goes on later. From there
-    they are copied to `target`, which appears as a whole. Without a target a model stays in that
+    Files arrive in the hub client's cache, where those stay that are complete when a download is
+    interrupted. From there they are copied to `target`, which appears as a whole. Without a target a model stays in that
     cache; a bundle, which must not consist of links, is put together in funcrt's own.
 
     Args:
@@ -75,7 +75,7 @@ def pull(repo: str, target: str | Path | None = None, revision: str | None = Non
     place = None if target is None else Path(os.path.abspath(target))  # noqa: PTH100 (keeps links)
     if place is not None:
         check_target(place, KIND)
-    small = download(repo, (*SMALL, *DOCUMENTS), revision)
+    small = download(repo, (*SMALL, DIGEST, *DOCUMENTS), revision)
     commit = small.name
     if is_bundle(small):
         return _pull_bundle(repo, small, commit, place)
@@ -87,6 +87,9 @@ def _pull_bundle(repo: str, small: Path, commit: str, target: Path | None) -> Pu
     names = (MANIFEST, DIGEST, *manifest.files)
     snapshot = download(repo, tuple(map(glob.escape, names)), commit, ignore=())
     files = {name: snapshot / name for name in (*names, *_named(snapshot, DOCUMENTS))}
+    missing = sorted(name for name, path in files.items() if not path.is_file())
+    if missing:
+        raise SourceError(f"{repo!r} lacks files that its {MANIFEST} lists: {', '.join(missing)}")
     own = default_cache() / "hub" / repo.replace("/", "--") / f"{commit}.funcrt"
     place = own if target is None else target
 
@@ -154,7 +157,7 @@ def _put(
             free = shutil.disk_usage(folder).free
             if free < needed:
                 raise PublishError(
-                    f"{place} needs {needed / 1e6:,.0f} MB, but only {free / 1e6:,.0f} MB are free "
+                    f"{place} needs {needed / 1e6:,.1f} MB, but only {free / 1e6:,.1f} MB are free "
                     "there: make room, or leave out the target to use it in the cache"
                 )
             for name, source in files.items():
