@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from funcrt.errors import FuncrtError, PublishError, SourceError
 
-_AGAIN = "run the same command again: what has arrived is not sent again"
+_AGAIN = "run the same command again: files that have arrived are not sent again"
 _STORAGE = ("storage", "quota")  # words of the hub's refusals for lack of room
 
 

@@ -56,8 +56,9 @@ def pull(repo: str, target: str | Path | None = None, revision: str | None = Non
     """Download a model or a bundle, or what is missing of it, and check it.
 
     Files arrive in the hub client's cache, where those stay that are complete when a download is
-    interrupted. From there they are copied to `target`, which appears as a whole. Without a target a model stays in that
-    cache; a bundle, which must not consist of links, is put together in funcrt's own.
+    interrupted. From there they are copied to `target`, which appears as a whole. Without a target
+    a model stays in that cache; a bundle, which must not consist of links, is put together in
+    funcrt's own.
 
     Args:
         repo: owner/name.

@@ -239,7 +239,7 @@ def test_a_card_that_the_hub_refuses(hub: FakeHub, model):
 
 def test_an_interrupted_push_goes_on(hub: FakeHub, bundle):
     hub.refuse["commit/"] = Refusal(500, "Sorry")
-    refuse(PublishError, "what has arrived is not sent again", bundle)
+    refuse(PublishError, "files that have arrived are not sent again", bundle)
     sent = len(hub.asked("PUT"))
     assert sent
     hub.refuse.clear()
