@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
 from converters.hub.failures import downloading
+from funcrt.errors import SourceError
 
 SMALL = ("*.json", "*.jinja", "tokenizer.model")
 _FILES = (".gguf", ".safetensors", ".funcrt")  # a mistyped path, not a hub id
@@ -19,6 +21,12 @@ _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 def is_hub_id(source: str) -> bool:
     """Whether `source` reads as owner/name."""
     return _ID.fullmatch(source) is not None and not source.endswith(_FILES)
+
+
+def check_client() -> None:
+    """Raise SourceError without the hub's client."""
+    if importlib.util.find_spec("huggingface_hub") is None:
+        raise SourceError("the hub needs huggingface_hub: pip install 'funcrt[convert]'")
 
 
 def download(
@@ -42,8 +50,10 @@ def download(
         The folder of one commit in the cache, named by its hash; its files are links.
 
     Raises:
-        SourceError: no such repository or revision, no access, no network and not in the cache.
+        SourceError: no such repository or revision, no access, no network and not in the cache, no
+            client.
     """
+    check_client()
     # Imported here because it takes a while, and local files do without it.
     from huggingface_hub import snapshot_download
 

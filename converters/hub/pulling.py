@@ -83,6 +83,14 @@ def pull(repo: str, target: str | Path | None = None, revision: str | None = Non
     return _pull_model(repo, small, commit, place)
 
 
+def find_bundle(repo: str) -> Path | None:
+    """A bundle's folder in the cache, pulled if need be; None if `repo` holds no bundle.
+
+    Raises what `pull` raises.
+    """
+    return pull(repo).folder if is_bundle(download(repo, (*SMALL, DIGEST))) else None
+
+
 def _pull_bundle(repo: str, small: Path, commit: str, target: Path | None) -> Pulled:
     manifest, digest = read_manifest(small)  # a bundle of another schema before its weights
     names = (MANIFEST, DIGEST, *manifest.files)

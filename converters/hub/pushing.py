@@ -8,7 +8,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from converters.hub import is_hub_id
+from converters.hub import check_client, is_hub_id
 from converters.hub.card import Origin, is_ours, make_card
 from converters.hub.facts import CERTIFICATE
 from converters.hub.failures import downloading, uploading
@@ -90,11 +90,13 @@ def prepare(
         InputError: `repo` or `base_model` is no hub id.
         PublishError: no token, one that may only read, a repository of another kind, or a public
             one although `private`.
+        SourceError: the hub's client is not installed.
         FuncrtError: see `survey`.
     """
     for name, value in (("repository", repo), ("--base-model", base_model)):
         if value is not None and not is_hub_id(value):
             raise InputError(f"{name}: expected owner/name, got {value!r}")
+    check_client()
     parcel = survey(Path(folder))
     from huggingface_hub import HfApi
 
