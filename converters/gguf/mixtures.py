@@ -96,8 +96,7 @@ def deepseek(own: Metadata) -> Config:
     keys = own.count("attention.key_length_mla", own.get("attention.key_length"))
     values = own.count("attention.value_length_mla", own.get("attention.value_length"))
     corrected = own.get("expert_gating_func") == _SIGMOID
-    layers, heads = own.count("block_count"), own.count("attention.head_count")
-    own.check_layers(layers)
+    layers, heads = own.layers(), own.count("attention.head_count")
     if heads * values != (columns := own.tensors["blk.0.attn_output.weight"].shape[-1]):
         raise own.unusable("attention.head_count", f"heads of {values} in {columns}", heads)
     own.get("attention.head_count_kv")  # 1 or as many: latents are shared by all heads
@@ -132,10 +131,9 @@ def deepseek(own: Metadata) -> Config:
 def _yarn_of_latents(own: Metadata, theta: float, dims: int) -> Config | None:
     scaling = rope_scaling(own, theta, dims)
     # A tenth of what multiplies the logarithm, in scores; in cos and sin nothing is left of it.
-    mscale = own.get("rope.scaling.yarn_log_multiplier")
-    if scaling is None or not mscale:
+    if not own.get("rope.scaling.yarn_log_multiplier") or scaling is None:
         return scaling
-    rounded = float(f"{mscale * 10:.6g}")
+    rounded = float(f"{own.number('rope.scaling.yarn_log_multiplier') * 10:.6g}")
     return {**scaling, "mscale": rounded, "mscale_all_dim": rounded}
 
 

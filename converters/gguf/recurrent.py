@@ -9,8 +9,7 @@ from converters.gguf.mixtures import shared_expert
 
 def lfm2(own: Metadata) -> Config:
     """LFM2, whose layers without key heads are convolutions."""
-    layers = own.count("block_count")
-    own.check_layers(layers)
+    layers = own.layers()
     kv_heads = own.get("attention.head_count_kv")
     listed = kv_heads if isinstance(kv_heads, list) else [kv_heads] * layers
     present = sorted({count for count in listed if count})
@@ -40,8 +39,7 @@ def lfm2(own: Metadata) -> Config:
 
 def mamba2(own: Metadata) -> Config:
     """Mamba-2."""
-    layers, hidden = own.count("block_count"), own.count("embedding_length")
-    own.check_layers(layers)
+    layers, hidden = own.layers(), own.count("embedding_length")
     inner, heads = own.count("ssm.inner_size"), own.count("ssm.time_step_rank")
     for key in ("attention.head_count", "feed_forward_length"):
         own.get(key)  # written as 0
