@@ -32,7 +32,7 @@ from funcrt.models import FAMILIES
 from funcrt.packing import PARTS, Quantization, Transposed
 from funcrt.storage import load_arrays, load_json
 from tests.converters import mlx_published
-from tests.converters.conftest import Kind, Tiny
+from tests.converters.conftest import Tiny
 from tests.families.cases import run_plain
 from tests.families.reasons import REASONS
 from tests.helpers import TINY, TOLERANCE, make_model, make_params, relative_error
@@ -42,6 +42,7 @@ from tests.reference import golden
 import mlx.core as mx
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType as Kind
 
 # mlx-lm has no module that reads these, or one that computes something else.
 UNREAD = ("qwen3_5_text", "qwen3_5_moe_text", "minicpm3", "youtu", "mamba2", "mamba2-bias")
@@ -309,9 +310,9 @@ def test_errors_of_16_bit_and_casts(folder: Path, tmp_path: Path) -> None:
     report = convert(folder, tmp_path / "out", recipe=Recipe(otherwise=make_quantization(4, 32)))
     tensor = named(report, "model.layers.0.mlp.up_proj")
     matrix = params["model.layers.0.mlp.up_proj.weight"]
-    parts = mx.quantize(matrix, group_size=32, bits=4)
-    back = mx.dequantize(*(part.astype(mx.float32) if part.dtype != mx.uint32 else part
-                           for part in parts), group_size=32, bits=4)  # fmt: skip
+    weight, scales, biases = mx.quantize(matrix, group_size=32, bits=4)
+    scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
+    back = mx.dequantize(weight, scales, biases, group_size=32, bits=4)
     assert tensor.max_error == mx.abs(back - matrix.astype(mx.float32)).max().item()
     make_model("float32").save(tmp_path / "wide")
     cast = convert(tmp_path / "wide", tmp_path / "narrow", dtype="bfloat16")
@@ -592,7 +593,7 @@ print(before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 def test_memory_is_that_of_the_largest_tensor(tmp_path: Path) -> None:
     config = replace(
-        TINY, vocab_size=16384, hidden_size=1024, intermediate_size=4096, num_layers=14,
+        TINY, vocab_size=16384, hidden_size=1024, intermediate_size=4096, num_layers=20,
         tie_word_embeddings=True,
     )  # fmt: skip
     spec = FAMILIES["llama"].param_spec(config)
