@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from funcrt.errors import FuncrtError, PublishError, SourceError
 
 _AGAIN = "run the same command again: files that have arrived are not sent again"
+_IN_TEXT = re.compile(r"HTTP status \w+ error \((\d{3})")  # all that hf_xet's errors have of it
 _STORAGE = ("storage", "quota")  # words of the hub's refusals for lack of room
 
 
@@ -95,8 +97,8 @@ def _explain_upload(error: Exception, repo: str) -> str:
         )
     if status in (402, 403) or isinstance(error, errors.RepositoryNotFoundError):
         return (
-            f"no access to write to {repo!r} ({reason}): check the owner's name, and at "
-            f"{hub}/settings/tokens that the token may write there"
+            f"no access to write to {repo!r} ({reason}): check the owner's name, at "
+            f"{hub}/settings/tokens that the token may write there, and that the account has room"
         )
     if status in (409, 412):
         return f"{repo!r} was changed by somebody else meanwhile ({reason}): push again"
@@ -110,7 +112,10 @@ def _explain_upload(error: Exception, repo: str) -> str:
 
 def _status(error: BaseException) -> int | None:
     status = getattr(getattr(error, "response", None), "status_code", None)
-    return status if isinstance(status, int) else None
+    if isinstance(status, int):
+        return status
+    said = _IN_TEXT.search(str(error))
+    return int(said[1]) if said else None
 
 
 def _reason(error: BaseException) -> str:

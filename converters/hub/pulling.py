@@ -113,11 +113,19 @@ def _pull_bundle(repo: str, small: Path, commit: str, target: Path | None) -> Pu
                 "nothing it was pushed so"
             ) from None
 
-    if target is None and own.is_dir():  # of this very commit, and whole
-        check(own)
-    else:
+    if target is not None or not _is_sound(own, check):
         _put(repo, commit, files, place, check, link=target is None)
     return Pulled(place, BUNDLE, commit, sum(path.stat().st_size for path in files.values()))
+
+
+def _is_sound(folder: Path, check: Callable[[Path], None]) -> bool:
+    if not folder.is_dir():
+        return False
+    try:
+        check(folder)
+    except BundleError:
+        return False
+    return True
 
 
 def _pull_model(repo: str, small: Path, commit: str, target: Path | None) -> Pulled:

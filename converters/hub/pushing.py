@@ -75,6 +75,7 @@ def prepare(
     branch: str = "main",
     base_model: str | None = None,
     license: str | None = None,
+    ignore: Collection[str] = (),
 ) -> Delivery:
     """Check a folder, the token and the repository; nothing is sent or created.
 
@@ -85,6 +86,7 @@ def prepare(
         branch: where it shall go.
         base_model: hub id of the model that it was made from.
         license: identifier that the hub knows; None takes that of `base_model`, from the hub.
+        ignore: see `converters.load`; who loads the model has to name the same.
 
     Raises:
         InputError: `repo` or `base_model` is no hub id.
@@ -97,7 +99,7 @@ def prepare(
         if value is not None and not is_hub_id(value):
             raise InputError(f"{name}: expected owner/name, got {value!r}")
     check_client()
-    parcel = survey(Path(folder))
+    parcel = survey(Path(folder), ignore)
     from huggingface_hub import HfApi
 
     api = HfApi()

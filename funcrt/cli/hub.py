@@ -33,6 +33,7 @@ def push(
         str | None,
         typer.Option("--license", help="As the hub names it; the default is the base model's."),
     ] = None,
+    ignore: o.Ignore = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     json_: o.Json = False,
 ) -> None:
@@ -47,6 +48,7 @@ def push(
             branch=revision,
             base_model=base_model,
             license=license_,
+            ignore=ignore or (),
         )
     for note in delivery.notes:
         terminal.warn(f"note: {note}")

@@ -11,6 +11,7 @@ import funcrt
 from converters.hub.card import Origin, is_ours, make_card
 from converters.hub.facts import packing_of_bundle
 from converters.hub.parcel import survey
+from funcrt._version import __version__
 from funcrt.bundle.verifier import to_json, verify
 from funcrt.model import Model
 from tests.helpers import TINY, TOLERANCE, make_params
@@ -62,7 +63,7 @@ def test_a_bundle_says_what_it_is(sound_bundle):
     plan = [found[name] for name in ("Batch", "Tokens per call", "Capacity")]
     assert plan == ["1, 2", "4", "16"]
     assert found["Device class"] == funcrt.load_bundle(sound_bundle).device
-    assert f"mlx {mx.__version__}" in found["Made by"]
+    assert found["Made by"] == f"funcrt {__version__}, mlx {mx.__version__}"
     assert "another process repeated" in text
     assert "tokens were equal, and errors at most 2.0e-05" in text
     assert is_ours(text)

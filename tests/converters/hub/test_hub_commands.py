@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 from tests.commands import run, run_here
-from tests.converters.hub.fake_hub import FakeHub
+from tests.converters.hub.fake_hub import FakeHub, Refusal
 
 import pytest
 
@@ -65,3 +65,10 @@ def test_one_may_say_no(hub: FakeHub, model, monkeypatch):
         done = run_here("push", model, ID)
         assert done.returncode == 1 - count
         assert len(hub.repositories) == count
+
+
+def test_a_refusal_through_the_other_way_to_send_large_files(hub: FakeHub, funcrt, model):
+    hub.refuse["xet-write-token"] = Refusal(403, "No")
+    done = funcrt("push", model, ID, "--yes", HF_HUB_DISABLE_XET="0")
+    assert done.returncode == 1
+    assert "error: no access to write to 'ada/tiny' (Network error: " in done.stderr

@@ -53,6 +53,21 @@ def test_a_bundle_in_the_cache_runs_and_takes_no_room(hub: FakeHub, bundle):
     assert len(hub.asked("GET .*/resolve/")) == before
 
 
+def test_a_bundle_damaged_in_the_cache_is_put_there_again(hub: FakeHub, bundle):
+    deliver(prepare(bundle, ID))
+    path = pull(ID).folder / "tokenizer.json"
+    content = path.read_bytes()
+    path.unlink()
+    path.write_bytes(b"{}")  # here, not in the client's cache
+    assert pull(ID).folder == path.parent
+    assert path.read_bytes() == content
+    path.write_bytes(b"{}")  # the same file in both
+    refuse(BundleError, "ada/tiny/tokenizer.json is damaged.* after `hf cache rm model/ada/tiny`")
+    shutil.rmtree(constants.HF_HUB_CACHE)
+    pull(ID)
+    assert path.read_bytes() == content
+
+
 def test_a_model_comes_back(hub: FakeHub, model, read, tmp_path):
     deliver(prepare(model, ID))
     hub.repositories[ID].files.update(

@@ -52,6 +52,22 @@ def test_a_model_arrives_without_files_of_others(hub: FakeHub, model, read):
     assert set(hub.repositories[ID].files) == expected
 
 
+@pytest.mark.parametrize("shards", [1, 2])
+def test_all_weights_are_sent_whatever_their_names(hub: FakeHub, tiny, shards):
+    folder = tiny.hf(shards)
+    if shards == 1:
+        (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    push(folder)
+    sent = hub.repositories[ID].files
+    assert all(sent[path.name] == path.read_bytes() for path in folder.iterdir())
+
+
+def test_keys_known_not_to_matter_may_be_named(hub: FakeHub, tiny):
+    tiny.config["my_switch"] = True
+    refuse(FuncrtError, "my_switch", tiny.hf())
+    push(tiny.hf(), ignore=["my_switch"])
+
+
 def test_private_and_public(hub: FakeHub, model):
     push(model, "ada/hidden", private=True)
     push(model, "ada/shown")
