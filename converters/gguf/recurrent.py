@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from converters.gguf.config import EPSILON, FULL, Config, expert_count, plain
+from converters.gguf.config import EPSILON, FULL, Config, expert_count, plain, without
 from converters.gguf.metadata import Metadata
-from converters.gguf.mixtures import shared_expert
+from converters.gguf.mixtures import SIGMOID, expert_width, shared_expert
 
 
 def lfm2(own: Metadata) -> Config:
@@ -34,6 +34,21 @@ def lfm2(own: Metadata) -> Config:
         "conv_L_cache": own.count("shortconv.l_cache"),
         "conv_bias": any(name.endswith("shortconv.conv.bias") for name in own.tensors),
         "layer_types": [FULL if count else "conv" for count in listed],
+    }
+
+
+def lfm2_moe(own: Metadata) -> Config:
+    """LFM2 with experts after the first layers."""
+    if (gating := own.get("expert_gating_func")) != SIGMOID:
+        raise own.unusable("expert_gating_func", str(SIGMOID), gating)
+    return {
+        **without(lfm2(own), "block_auto_adjust_ff_dim"),
+        "model_type": "lfm2_moe",
+        "num_experts": expert_count(own),
+        "num_experts_per_tok": own.count("expert_used_count"),
+        "moe_intermediate_size": expert_width(own),
+        "num_dense_layers": own.get("leading_dense_block_count") or 0,
+        "routed_scaling_factor": own.get("expert_weights_scale") or 1.0,
     }
 
 
