@@ -98,6 +98,16 @@ def test_engine_rows_take_the_adapters_of_their_requests():
         plain.generate([prompt], adapter=1)
 
 
+def test_a_prompt_does_not_wait_for_that_of_another_adapter():
+    prompts, reports = [random_tokens(16, 5)] * 3, []
+    plan = BucketPlan(batch=(4,), tokens=(16,), capacity=(64,))
+    with funcrt.Engine(stacked(), plan, on_step=reports.append) as engine:
+        engine.generate(prompts, max_tokens=1, adapter=[0, 1, 2])
+    # They would one by one, each to fork the row before it, if its adapter were the same. (The
+    # first may have begun before the others came.)
+    assert sum(report.function == "prefill" for report in reports) < 3
+
+
 def test_stacks_need_adapters_that_rows_can_choose():
     model, change = model_of("float32"), Change(mx.zeros((2, 64)), mx.zeros((96, 2)))
     with pytest.raises(ParamsError, match="at least one"):

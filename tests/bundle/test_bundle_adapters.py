@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import funcrt
 from funcrt import adapters
 from funcrt.adapters import Adapter, Change
 from funcrt.buckets import Bucket
-from funcrt.errors import ParamsError
+from funcrt.errors import BundleError, ParamsError
 from tests.adapting import PLAN, PROMPT, Q, alone, logits_of, make_adapter, model_of, stacked
 from tests.helpers import TOLERANCE, ids, relative_error
 
@@ -102,7 +103,7 @@ def test_a_bundle_refuses_what_does_not_fit(exported):
         bundle.with_params({"model.norm.weight": mx.zeros((64,), dtype=mx.uint32)})
 
 
-def test_rows_of_a_bundle_choose_among_adapters(tmp_path):
+def test_rows_of_a_bundle_choose_among_adapters(exported, tmp_path):
     bundle = funcrt.export(stacked(), tmp_path / "rows.funcrt", PLAN)
     assert bundle.adapter_count == 2
     state = bundle.init_cache(2, 16)
@@ -124,3 +125,8 @@ def test_rows_of_a_bundle_choose_among_adapters(tmp_path):
     expected = adapters.fuse(model_of("float32"), make_adapter(5))
     assert relative_error(logits[0], logits_of(expected)) < TOLERANCE
     assert relative_error(logits[1], logits_of(model_of("float32"))) < TOLERANCE
+    # What is left out is read from the folder, which must still be the same.
+    shutil.rmtree(tmp_path / "rows.funcrt")
+    shutil.copytree(exported, tmp_path / "rows.funcrt")
+    with pytest.raises(BundleError, match="was replaced since it was loaded"):
+        swapped.with_params({})
