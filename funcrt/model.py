@@ -310,8 +310,9 @@ class Model(CallForm):
     def save(self, folder: str | Path) -> None:
         """Write config, weights as stored, and tokenizer as a Hugging Face style folder.
 
-        mlx-lm reads the same folder. It appears as a whole or not at all; an older one that holds
-        nothing but these files is replaced.
+        mlx-lm reads the same folder, unless experts that it stacks are packed one by one here
+        (`funcrt convert` stacks them for it). It appears as a whole or not at all; an older one
+        that holds nothing but these files is replaced.
 
         Raises:
             PublishError: something else is at `folder`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ WEIGHTS = "adapters.safetensors"
 _A, _B, _MAGNITUDE = ".lora_a", ".lora_b", ".m"
 _KINDS = ("lora", "dora", "full")
 _ROLES = ("gate", "up", "down")
+_EMBEDDING = re.compile(r"(^|\.)(\w*emb\w*|wte|wpe)$")
 
 
 def read(name: str, config: Mapping[str, Any], tensors: Params, places: Places) -> Adapter:
@@ -45,14 +47,16 @@ def read(name: str, config: Mapping[str, Any], tensors: Params, places: Places) 
         raise ParamsError(f"adapter {name} is incomplete: it lacks {bare[0]}{_MAGNITUDE}")
     changes, stacks = {}, {}
     for module in modules:
-        a, b = tensors[module + _A], scaled(tensors[module + _B], float(scale))
+        a, b = tensors[module + _A], tensors[module + _B]
         if a.ndim == 3:
-            stacks[module] = Change(a, b)
+            stacks[module] = Change(a, scaled(b, scale))
             continue
         _check_shapes(name, module, a, b)
+        a, b = a.swapaxes(0, 1), b.swapaxes(0, 1)
+        if _EMBEDDING.search(module):  # the table is [V, E], and so turned around
+            a, b = b.swapaxes(0, 1), a.swapaxes(0, 1)
         magnitude = tensors.get(module + _MAGNITUDE)
-        matrix = places.matrix(module)
-        changes[matrix] = Change(a.swapaxes(0, 1), b.swapaxes(0, 1), magnitude)
+        changes[places.matrix(module)] = Change(a, scaled(b, scale), magnitude)
     for part in places.experts():
         changes |= _expert_changes(part, stacks)
     changes |= {places.matrix(module): change for module, change in stacks.items()}

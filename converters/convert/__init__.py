@@ -34,6 +34,7 @@ __all__ = [
 ]  # fmt: skip
 
 Tick = Callable[[int, int, str], None]
+_CACHE_BYTES = 1 << 27  # freed memory that MLX keeps for arrays of the same size
 _SMALL_FILES = 1 << 26  # what config and tokenizer take at most
 
 
@@ -212,8 +213,8 @@ def _size(count: float) -> str:
 
 @contextmanager
 def _small_cache() -> Iterator[None]:
-    """Freed memory goes back at once, instead of being kept for arrays of the same size."""
-    before = mx.set_cache_limit(0)
+    """Freed memory beyond that goes back at once."""
+    before = mx.set_cache_limit(_CACHE_BYTES)
     try:
         yield
     finally:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from converters.convert.layout import Output, base_of
 from converters.convert.writer import Entry
 from funcrt.errors import ParamsError
-from funcrt.packing import PARTS, Quantization, dequantize, unfit_scales
+from funcrt.packing import PARTS, Quantization, Transposed, dequantize, unfit_scales
 from funcrt.params import Params
 
 if TYPE_CHECKING:
@@ -166,7 +166,10 @@ class Source:
             for arrays in self._read(member, plain):
                 _check_scales(base_of(member), arrays, packing)
                 for plane in _planes(arrays, output):
-                    yield from _rows(plane, packing)
+                    if packing is not None and isinstance(output.shape, Transposed):
+                        yield from _rows({"": Piece(plane, packing).values().T}, None)
+                    else:
+                        yield from _rows(plane, packing)
 
     def _read(self, member: str, plain: bool) -> Iterator[Params]:
         """A tensor of the family, in parts: whole, or some rows at a time if they may come so."""
@@ -198,7 +201,7 @@ def _planes(arrays: Params, output: Output) -> Iterator[Params]:
         if output.change == "taps":
             dense = dense.swapaxes(-1, -2)
         elif output.change == "one":
-            dense = dense + 1
+            dense = dense.astype(mx.float32) + 1
         elif output.swapped:
             dense = dense.swapaxes(-1, -2)
         if dense.ndim < 2:

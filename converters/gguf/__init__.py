@@ -23,6 +23,8 @@ from funcrt.errors import ConfigError, ParamsError
 from funcrt.params import Params
 from funcrt.text import Tokenizer
 
+import mlx.core as mx
+
 __all__ = ["ARCHITECTURES", "Opened", "open_gguf", "read", "read_header"]
 
 
@@ -52,6 +54,7 @@ class Opened:
             if twice := sorted(seen & params.keys()):
                 raise ParamsError(f"{piece.tensors[0].path}: two tensors are both {twice[0]}")
             seen |= params.keys()
+            mx.eval(list(params.values()))  # or each expert would keep its whole stack alive
             yield params
 
 

@@ -13,6 +13,7 @@ from converters.gguf.names import (
     GATE_UP,
     GEMMA,
     HEADS,
+    LATENT,
     MIXTRAL,
     PLAIN,
     SHARED_EXPERT,
@@ -80,23 +81,25 @@ ARCHITECTURES = {
         block={**CORRECTED, "post_attention_norm": "post_attention_layernorm"},
         families=("glm4_moe",),
     ),
+    "dots1": Architecture(config=mixtures.dots1, block=CORRECTED, families=("dots1",)),
+    "ernie4_5-moe": Architecture(
+        config=mixtures.ernie_moe,
+        block={**CORRECTED, "exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias"},
+        changes={"exp_probs_b.bias": values(changes.one_row)},
+        families=("ernie4_5_moe",),
+    ),
     "deepseek2": Architecture(
         config=mixtures.deepseek,
-        block={
-            **CORRECTED,
-            "attn_q_a": "self_attn.q_a_proj",
-            "attn_q_a_norm": "self_attn.q_a_layernorm",
-            "attn_q_b": "self_attn.q_b_proj",
-            "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
-            "attn_kv_a_norm": "self_attn.kv_a_layernorm",
-            "attn_kv_b": "self_attn.kv_b_proj",
-        },
+        block={**CORRECTED, **LATENT},
         joins={
             "self_attn.kv_b_proj.weight": (
                 ("attn_k_b.weight", "attn_v_b.weight"), changes.latent_maps,
             )
         },
-        families=("deepseek_v2", "deepseek_v3"),
+        families=("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"),
+    ),
+    "minicpm3": Architecture(
+        config=mixtures.minicpm3, block={**PLAIN, **LATENT}, families=("minicpm3",)
     ),
     "gpt-oss": Architecture(
         config=mixtures.gpt_oss,

@@ -112,8 +112,16 @@ def tiled(place: str, width: str | None = None) -> Change:
     def apply(parts: Parts, config: Config) -> Parts:
         keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
         size = 1 if width is None else config[width]
+        before = 2 * keys * config["linear_key_head_dim"] if place == "last" else 0
+        columns = place == "columns"
+        found = dense(parts).shape[-1] if columns else _rows(parts)
+        if found != before + heads * size or heads % keys:
+            raise ParamsError(
+                f"{found} {'columns' if columns else 'rows'} are not {heads} heads of {size}"
+                + f" after {before} others" * bool(before)
+            )
         order = np.arange(heads * size).reshape(-1, keys, size).swapaxes(0, 1).reshape(-1)
-        if place == "columns":
+        if columns:
             if size % 32:  # groups of packed columns would be torn
                 parts = {"": dense(parts)}
             return {
@@ -122,7 +130,6 @@ def tiled(place: str, width: str | None = None) -> Change:
                 .reshape(a.shape)
                 for part, a in parts.items()
             }
-        before = 0 if place == "rows" else 2 * keys * config["linear_key_head_dim"]
         return reordered(parts, np.concatenate([np.arange(before), before + order]))
 
     return apply
@@ -193,6 +200,12 @@ def by_key_heads(tensors: Sequence[Parts], config: Config) -> Parts:
     """Rows of all queries, keys, values and rows of all gates -> those of each key head in turn."""
     heads, size = config["linear_num_key_heads"], config["linear_key_head_dim"]
     values_ = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+    found = [_rows(parts) for parts in tensors]
+    if found != [2 * heads * size + values_, values_] or values_ % heads:
+        raise ParamsError(
+            f"{found} rows are not {heads} heads of {size} in queries and in keys, "
+            f"with {values_} values and as many gates"
+        )
     starts = np.cumsum([0, heads * size, heads * size, values_, values_])
     order = np.concatenate(
         [np.arange(start, end).reshape(heads, -1) for start, end in pairwise(starts)],

@@ -28,8 +28,7 @@ def plain(own: Metadata, model_type: str, norm: str = "rms_norm_eps", width: boo
 
     Raises ConfigError or ParamsError for what is missing or impossible.
     """
-    layers = own.count("block_count")
-    own.check_layers(layers)
+    layers = own.layers()
     heads, hidden = own.count("attention.head_count"), own.count("embedding_length")
     rows = own.rows("blk.0.attn_q.weight") or own.rows("blk.0.attn_output.weight") or heads
     if heads > rows * hidden:

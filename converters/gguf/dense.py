@@ -134,13 +134,13 @@ def gemma2(own: Metadata) -> Config:
         **_gemma(own, "gemma2", largest=46),
         "attn_logit_softcapping": own.get("attn_logit_softcapping") or None,
         "sliding_window": own.count("attention.sliding_window", 4096),
-        "layer_types": layer_types(own, own.count("block_count"), 2),
+        "layer_types": layer_types(own, own.layers(), 2),
     }
 
 
 def gemma3(own: Metadata) -> Config:
     """The text model of Gemma 3."""
-    count, window = own.count("block_count"), own.get("attention.sliding_window")
+    count, window = own.layers(), own.get("attention.sliding_window")
     types = layer_types(own, count, 6) if window else [FULL] * count
     return {
         **_gemma(own, "gemma3_text", largest=62),

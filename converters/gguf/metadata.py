@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ class Metadata:
     def number(self, key: str, default: float | None = None) -> float:
         """A positive number. Raises ConfigError."""
         value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < inf:
             raise self.unusable(key, "a positive number", value)
         return float(value)
 
@@ -101,12 +102,15 @@ class Metadata:
                 f"{', '.join(unknown)}; if they do not matter here, name them in `ignore`"
             )
 
-    def check_layers(self, count: int) -> None:
-        """Raise ParamsError where more layers are claimed than there could be tensors of.
+    def layers(self) -> int:
+        """How many blocks there are, those that predict further ahead included.
 
-        Configs list things by layer, so this comes before anything is made of the count.
+        Raises ConfigError, and ParamsError where there are fewer tensors: configs list things by
+        layer, so this comes before anything is made of the count.
         """
+        count = self.count("block_count")
         if count > len(self.tensors):
             raise ParamsError(
                 f"{self.path}: config has {count} layers, but only {len(self.tensors)} tensors"
             )
+        return count

@@ -99,3 +99,11 @@ SHARED_EXPERT = {
     **EXPERTS, **shared("shared_expert"), "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }  # fmt: skip
 GATE_UP = ("ffn_gate_exps.weight", "ffn_up_exps.weight")
+LATENT = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+}

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from converters.gguf.config import EPSILON, FULL, Config, expert_count, plain
+from converters.gguf.config import EPSILON, FULL, Config, expert_count, plain, without
 from converters.gguf.metadata import Metadata
-from converters.gguf.mixtures import shared_expert
+from converters.gguf.mixtures import SIGMOID, expert_width, shared_expert
 
 
 def lfm2(own: Metadata) -> Config:
     """LFM2, whose layers without key heads are convolutions."""
-    layers = own.count("block_count")
-    own.check_layers(layers)
+    layers = own.layers()
     kv_heads = own.get("attention.head_count_kv")
     listed = kv_heads if isinstance(kv_heads, list) else [kv_heads] * layers
     present = sorted({count for count in listed if count})
@@ -38,10 +37,24 @@ def lfm2(own: Metadata) -> Config:
     }
 
 
+def lfm2_moe(own: Metadata) -> Config:
+    """LFM2 with experts after the first layers."""
+    if (gating := own.get("expert_gating_func")) != SIGMOID:
+        raise own.unusable("expert_gating_func", str(SIGMOID), gating)
+    return {
+        **without(lfm2(own), "block_auto_adjust_ff_dim"),
+        "model_type": "lfm2_moe",
+        "num_experts": expert_count(own),
+        "num_experts_per_tok": own.count("expert_used_count"),
+        "moe_intermediate_size": expert_width(own),
+        "num_dense_layers": own.get("leading_dense_block_count") or 0,
+        "routed_scaling_factor": own.get("expert_weights_scale") or 1.0,
+    }
+
+
 def mamba2(own: Metadata) -> Config:
     """Mamba-2."""
-    layers, hidden = own.count("block_count"), own.count("embedding_length")
-    own.check_layers(layers)
+    layers, hidden = own.layers(), own.count("embedding_length")
     inner, heads = own.count("ssm.inner_size"), own.count("ssm.time_step_rank")
     for key in ("attention.head_count", "feed_forward_length"):
         own.get(key)  # written as 0

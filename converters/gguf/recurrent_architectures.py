@@ -45,6 +45,26 @@ _DELTA_5_CHANGES = {
     **dict.fromkeys(("ssm_dt.bias", "ssm_alpha", "ssm_beta"), tiled("rows")),
 }
 
+_LFM2_TOP = {
+    "token_embd": "model.embed_tokens",
+    "token_embd_norm": "model.embedding_norm",
+    "output_norm": "model.embedding_norm",
+    "output": "lm_head",
+}
+_LFM2 = {
+    **ATTENTION,
+    "attn_norm": "operator_norm",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+}
 RECURRENT = {
     "mamba2": Architecture(
         config=recurrent.mamba2,
@@ -73,26 +93,24 @@ RECURRENT = {
     ),
     "lfm2": Architecture(
         config=recurrent.lfm2,
-        top={
-            "token_embd": "model.embed_tokens", "token_embd_norm": "model.embedding_norm",
-            "output_norm": "model.embedding_norm", "output": "lm_head",
-        },
-        block={
-            **ATTENTION,
-            "attn_norm": "operator_norm",
-            "attn_output": "self_attn.out_proj",
-            "attn_q_norm": "self_attn.q_layernorm",
-            "attn_k_norm": "self_attn.k_layernorm",
-            "ffn_norm": "ffn_norm",
-            "ffn_gate": "feed_forward.w1",
-            "ffn_up": "feed_forward.w3",
-            "ffn_down": "feed_forward.w2",
-            "shortconv.conv": "conv.conv",
-            "shortconv.in_proj": "conv.in_proj",
-            "shortconv.out_proj": "conv.out_proj",
-        },
+        top=_LFM2_TOP,
+        block=_LFM2,
         changes={"shortconv.conv.weight": values(changes.channels)},
         families=("lfm2",),
+    ),
+    "lfm2moe": Architecture(
+        config=recurrent.lfm2_moe,
+        top=_LFM2_TOP,
+        block={
+            **_LFM2,
+            "ffn_gate_inp": "feed_forward.gate",
+            "exp_probs_b.bias": "feed_forward.expert_bias",
+            "ffn_gate_exps": "feed_forward.experts.{x}.w1",
+            "ffn_up_exps": "feed_forward.experts.{x}.w3",
+            "ffn_down_exps": "feed_forward.experts.{x}.w2",
+        },
+        changes={"shortconv.conv.weight": values(changes.channels)},
+        families=("lfm2_moe",),
     ),
     "qwen3next": Architecture(
         config=recurrent.qwen3_next,

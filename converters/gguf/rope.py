@@ -62,7 +62,7 @@ def _longrope(own: Metadata, dims: int, original: Any) -> dict[str, Any]:
     factors = {key: _values(own, name, dims) for key, name in LONG_FACTORS.items()}
     return {
         "rope_type": "longrope",
-        "original_max_position_embeddings": original,
+        "original_max_position_embeddings": original or own.count("context_length"),
         "attention_factor": own.get("rope.scaling.attn_factor"),
         **{key: [float(str(value)) for value in values] for key, values in factors.items()},
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import NamedTuple
 
 from converters.gguf.architectures import ARCHITECTURES
@@ -28,14 +29,24 @@ _SPELLED = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe", "mistr
 
 def rows() -> list[Row]:
     """All families. Raises ModuleNotFoundError without mlx-lm."""
+    modules = _modules()
     return [
         Row(
             name,
-            find_spec(f"mlx_lm.models.{_SPELLED.get(name, name)}") is not None,
+            _SPELLED.get(name, name) in modules,
             tuple(key for key, arch in ARCHITECTURES.items() if name in arch.families),
         )
         for name in sorted(FAMILIES)
     ]
+
+
+def _modules() -> set[str]:
+    """The names of mlx-lm's modules, without importing any."""
+    found = find_spec("mlx_lm")
+    if found is None or not found.submodule_search_locations:
+        raise ModuleNotFoundError("the table of formats needs mlx-lm", name="mlx_lm")
+    folder = Path(found.submodule_search_locations[0]) / "models"
+    return {path.stem for path in folder.glob("*.py")}
 
 
 def table() -> str:

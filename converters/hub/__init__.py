@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
 from converters.hub.failures import downloading
+from funcrt.errors import SourceError
 
 SMALL = ("*.json", "*.jinja", "tokenizer.model")
 _FILES = (".gguf", ".safetensors", ".funcrt")  # a mistyped path, not a hub id
@@ -21,6 +23,12 @@ def is_hub_id(source: str) -> bool:
     return _ID.fullmatch(source) is not None and not source.endswith(_FILES)
 
 
+def check_client() -> None:
+    """Raise SourceError without the hub's client."""
+    if importlib.util.find_spec("huggingface_hub") is None:
+        raise SourceError("the hub needs huggingface_hub: pip install 'funcrt[convert]'")
+
+
 def download(
     repo: str,
     patterns: tuple[str, ...],
@@ -29,8 +37,8 @@ def download(
 ) -> Path:
     """The local folder with the files of a repository that match, downloaded if need be.
 
-    Shows the hub client's progress bars and uses its cache, login and HF_HUB_OFFLINE. What was
-    downloaded before an interruption is not downloaded again.
+    Shows the hub client's progress bars and uses its cache, login and HF_HUB_OFFLINE. Files that
+    were complete before an interruption are not downloaded again.
 
     Args:
         repo: owner/name.
@@ -42,8 +50,10 @@ def download(
         The folder of one commit in the cache, named by its hash; its files are links.
 
     Raises:
-        SourceError: no such repository or revision, no access, no network and not in the cache.
+        SourceError: no such repository or revision, no access, no network and not in the cache, no
+            client.
     """
+    check_client()
     # Imported here because it takes a while, and local files do without it.
     from huggingface_hub import snapshot_download
 

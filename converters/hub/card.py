@@ -63,7 +63,7 @@ def make_card(parcel: Parcel, repo: str, origin: Origin) -> str:
         f"## Running it\n\n{_running(parcel, repo)}",
     ]
     body = "\n\n".join(sections)
-    return f"---\n{data.to_yaml()}\n---\n\n{_MARK} {_ADVICE}\n\n{body}\n"
+    return f"---\n{data.to_yaml()}\n---\n\n{_MARK} {_ADVICE}\n\n{body.rstrip()}\n"
 
 
 def _rows(parcel: Parcel, origin: Origin) -> dict[str, str]:
@@ -87,7 +87,9 @@ def _table(rows: Mapping[str, str]) -> str:
 
 def _running(parcel: Parcel, repo: str) -> str:
     return (_BUNDLE if parcel.kind == "bundle" else _MODEL).format(
-        repo=repo, folder=f"{repo.partition('/')[2].removesuffix('.funcrt')}.funcrt"
+        repo=repo,
+        folder=f"{repo.partition('/')[2].removesuffix('.funcrt')}.funcrt",
+        kind=parcel.model_type,
     )
 
 
@@ -173,4 +175,7 @@ for file in Path("model").glob("*.safetensors"):
     params |= mx.load(str(file))
 ```
 
-and mlx-lm runs it as it is: `mlx_lm.generate --model {repo} --prompt "Hello"`."""
+and mlx-lm, if it has a module for `{kind}`, runs it as it is:
+
+    mlx_lm.generate --model {repo} --prompt "Hello"
+"""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from funcrt.errors import FuncrtError, PublishError, SourceError
 
-_AGAIN = "run the same command again: what has arrived is not sent again"
+_AGAIN = "run the same command again: files that have arrived are not sent again"
+_IN_TEXT = re.compile(r"HTTP status \w+ error \((\d{3})")  # all that hf_xet's errors have of it
 _STORAGE = ("storage", "quota")  # words of the hub's refusals for lack of room
 
 
@@ -60,13 +62,13 @@ def _explain_download(error: Exception, repo: str, revision: str | None) -> str:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return (
             f"no room for {repo!r} in {constants.HF_HUB_CACHE} ({_reason(error)}): make some, or "
-            "set HF_HOME to another disk; what has arrived is kept"
+            "set HF_HOME to another disk; files that are complete are kept"
         )
     if _status(error) == 429:
         return f"{constants.ENDPOINT} allows no more requests ({_reason(error)}): wait, then again"
     return (
         f"{repo!r} is no local path, and downloading it failed ({_reason(error)}): check the "
-        "network, or pass a local folder; what has arrived is kept"
+        "network, or pass a local folder; files that are complete are kept"
     )
 
 
@@ -95,8 +97,8 @@ def _explain_upload(error: Exception, repo: str) -> str:
         )
     if status in (402, 403) or isinstance(error, errors.RepositoryNotFoundError):
         return (
-            f"no access to write to {repo!r} ({reason}): check the owner's name, and at "
-            f"{hub}/settings/tokens that the token may write there"
+            f"no access to write to {repo!r} ({reason}): check the owner's name, at "
+            f"{hub}/settings/tokens that the token may write there, and that the account has room"
         )
     if status in (409, 412):
         return f"{repo!r} was changed by somebody else meanwhile ({reason}): push again"
@@ -110,7 +112,10 @@ def _explain_upload(error: Exception, repo: str) -> str:
 
 def _status(error: BaseException) -> int | None:
     status = getattr(getattr(error, "response", None), "status_code", None)
-    return status if isinstance(status, int) else None
+    if isinstance(status, int):
+        return status
+    said = _IN_TEXT.search(str(error))
+    return int(said[1]) if said else None
 
 
 def _reason(error: BaseException) -> str:

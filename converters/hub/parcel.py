@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
 import converters
+from converters import huggingface
 from converters.hub.card import is_ours
 from converters.hub.facts import (
     CERTIFICATE,
@@ -29,9 +30,8 @@ from funcrt.storage import load_json
 BUNDLE, MODEL = "bundle", "model"
 CARD = "README.md"
 DOCUMENTS = (CARD, CERTIFICATE, "LICENSE*", "NOTICE*")
-_MODEL_FILES = ("config.json", "model*.safetensors", "model.safetensors.index.json", "*.jinja",
-                "tokenizer*", "special_tokens_map.json", "generation_config.json", "vocab.*",
-                "merges.txt", "added_tokens.json")  # fmt: skip
+_MODEL_FILES = ("config.json", "*.jinja", "tokenizer*", "special_tokens_map.json",
+                "generation_config.json", "vocab.*", "merges.txt", "added_tokens.json")  # fmt: skip
 _LARGEST_FILE = 50_000_000_000  # https://huggingface.co/docs/hub/storage-limits
 
 
@@ -69,10 +69,11 @@ class Parcel:
         return sum(self.files.values())
 
 
-def survey(folder: Path) -> Parcel:
+def survey(folder: Path, ignore: Collection[str] = ()) -> Parcel:
     """Check a folder and describe it. Nothing is sent.
 
-    A bundle's files are hashed; of a model, everything but the values of its weights is read.
+    A bundle's files are hashed; of a model, everything but the values of its weights is read, with
+    `ignore` as in `converters.load`.
 
     Raises:
         BundleError: a damaged bundle, or one whose certificate says that a check failed.
@@ -84,7 +85,7 @@ def survey(folder: Path) -> Parcel:
     if is_bundle(folder):
         parcel = _survey_bundle(folder)
     elif (folder / "config.json").is_file():
-        parcel = _survey_model(folder)
+        parcel = _survey_model(folder, ignore)
     else:
         raise SourceError(
             f"{folder} has neither {MANIFEST} nor config.json: pass a folder that `funcrt convert` "
@@ -127,7 +128,11 @@ def _survey_bundle(folder: Path) -> Parcel:
             "Capacity": listed(plan.capacity),
             "Functions": str(len(manifest.functions)),
             "Device class": ", ".join(manifest.device_classes),
-            "Made by": ", ".join(f"{k} {v}" for k, v in sorted(manifest.producer.items())),
+            "Made by": ", ".join(
+                f"{name} {manifest.producer[name]}"
+                for name in ("funcrt", "mlx")
+                if name in manifest.producer
+            ),
         },
         packing=packing,
         certificate=read_certificate(folder) or proof_of_export(manifest),
@@ -136,12 +141,12 @@ def _survey_bundle(folder: Path) -> Parcel:
     )
 
 
-def _survey_model(folder: Path) -> Parcel:
-    model = converters.load(folder, lazy=True)
+def _survey_model(folder: Path, ignore: Collection[str]) -> Parcel:
+    model = converters.load(folder, ignore=ignore, lazy=True)
     packed = packings(model.spec, model.params)
     config = load_json(folder / "config.json")
     values = model.config_values
-    names = _matching(folder, (*_MODEL_FILES, *DOCUMENTS))
+    names = [*_weights(folder), *_matching(folder, (*_MODEL_FILES, *DOCUMENTS))]
     made_by = config.get("funcrt_version")
     dtypes = Counter(
         str(array.dtype).rpartition(".")[2]
@@ -166,6 +171,16 @@ def _survey_model(folder: Path) -> Parcel:
         manifest=None,
         readme=_readme(folder),
     )
+
+
+def _weights(folder: Path) -> list[str]:
+    """The files that a model's weights are read from."""
+    if (folder / huggingface.SINGLE).is_file():
+        return [huggingface.SINGLE]
+    if (folder / huggingface.INDEX).is_file():
+        index = load_json(folder / huggingface.INDEX)
+        return [huggingface.INDEX, *sorted(set(index["weight_map"].values()))]
+    return _matching(folder, ["*.safetensors"])
 
 
 def _readme(folder: Path) -> str | None:

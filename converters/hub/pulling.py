@@ -55,9 +55,10 @@ class Pulled:
 def pull(repo: str, target: str | Path | None = None, revision: str | None = None) -> Pulled:
     """Download a model or a bundle, or what is missing of it, and check it.
 
-    Files arrive in the hub client's cache, where an interrupted download goes on later. From there
-    they are copied to `target`, which appears as a whole. Without a target a model stays in that
-    cache; a bundle, which must not consist of links, is put together in funcrt's own.
+    Files arrive in the hub client's cache, where those stay that are complete when a download is
+    interrupted. From there they are copied to `target`, which appears as a whole. Without a target
+    a model stays in that cache; a bundle, which must not consist of links, is put together in
+    funcrt's own.
 
     Args:
         repo: owner/name.
@@ -75,11 +76,19 @@ def pull(repo: str, target: str | Path | None = None, revision: str | None = Non
     place = None if target is None else Path(os.path.abspath(target))  # noqa: PTH100 (keeps links)
     if place is not None:
         check_target(place, KIND)
-    small = download(repo, (*SMALL, *DOCUMENTS), revision)
+    small = download(repo, (*SMALL, DIGEST, *DOCUMENTS), revision)
     commit = small.name
     if is_bundle(small):
         return _pull_bundle(repo, small, commit, place)
     return _pull_model(repo, small, commit, place)
+
+
+def find_bundle(repo: str) -> Path | None:
+    """A bundle's folder in the cache, pulled if need be; None if `repo` holds no bundle.
+
+    Raises what `pull` raises.
+    """
+    return pull(repo).folder if is_bundle(download(repo, (*SMALL, DIGEST))) else None
 
 
 def _pull_bundle(repo: str, small: Path, commit: str, target: Path | None) -> Pulled:
@@ -87,6 +96,9 @@ def _pull_bundle(repo: str, small: Path, commit: str, target: Path | None) -> Pu
     names = (MANIFEST, DIGEST, *manifest.files)
     snapshot = download(repo, tuple(map(glob.escape, names)), commit, ignore=())
     files = {name: snapshot / name for name in (*names, *_named(snapshot, DOCUMENTS))}
+    missing = sorted(name for name, path in files.items() if not path.is_file())
+    if missing:
+        raise SourceError(f"{repo!r} lacks files that its {MANIFEST} lists: {', '.join(missing)}")
     own = default_cache() / "hub" / repo.replace("/", "--") / f"{commit}.funcrt"
     place = own if target is None else target
 
@@ -101,11 +113,19 @@ def _pull_bundle(repo: str, small: Path, commit: str, target: Path | None) -> Pu
                 "nothing it was pushed so"
             ) from None
 
-    if target is None and own.is_dir():  # of this very commit, and whole
-        check(own)
-    else:
+    if target is not None or not _is_sound(own, check):
         _put(repo, commit, files, place, check, link=target is None)
     return Pulled(place, BUNDLE, commit, sum(path.stat().st_size for path in files.values()))
+
+
+def _is_sound(folder: Path, check: Callable[[Path], None]) -> bool:
+    if not folder.is_dir():
+        return False
+    try:
+        check(folder)
+    except BundleError:
+        return False
+    return True
 
 
 def _pull_model(repo: str, small: Path, commit: str, target: Path | None) -> Pulled:
@@ -154,7 +174,7 @@ def _put(
             free = shutil.disk_usage(folder).free
             if free < needed:
                 raise PublishError(
-                    f"{place} needs {needed / 1e6:,.0f} MB, but only {free / 1e6:,.0f} MB are free "
+                    f"{place} needs {needed / 1e6:,.1f} MB, but only {free / 1e6:,.1f} MB are free "
                     "there: make room, or leave out the target to use it in the cache"
                 )
             for name, source in files.items():

@@ -8,7 +8,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from converters.hub import is_hub_id
+from converters.hub import check_client, is_hub_id
 from converters.hub.card import Origin, is_ours, make_card
 from converters.hub.facts import CERTIFICATE
 from converters.hub.failures import downloading, uploading
@@ -75,6 +75,7 @@ def prepare(
     branch: str = "main",
     base_model: str | None = None,
     license: str | None = None,
+    ignore: Collection[str] = (),
 ) -> Delivery:
     """Check a folder, the token and the repository; nothing is sent or created.
 
@@ -85,17 +86,20 @@ def prepare(
         branch: where it shall go.
         base_model: hub id of the model that it was made from.
         license: identifier that the hub knows; None takes that of `base_model`, from the hub.
+        ignore: see `converters.load`; who loads the model has to name the same.
 
     Raises:
         InputError: `repo` or `base_model` is no hub id.
         PublishError: no token, one that may only read, a repository of another kind, or a public
             one although `private`.
+        SourceError: the hub's client is not installed.
         FuncrtError: see `survey`.
     """
     for name, value in (("repository", repo), ("--base-model", base_model)):
         if value is not None and not is_hub_id(value):
             raise InputError(f"{name}: expected owner/name, got {value!r}")
-    parcel = survey(Path(folder))
+    check_client()
+    parcel = survey(Path(folder), ignore)
     from huggingface_hub import HfApi
 
     api = HfApi()

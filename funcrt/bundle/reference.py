@@ -12,6 +12,7 @@ from random import Random
 from typing import Any
 
 from funcrt.bundle.layout import LIKELIEST, Call, Case, Row, Step
+from funcrt.low_rank import take_last
 from funcrt.model import Model
 from funcrt.steps import STEPS
 
@@ -108,7 +109,7 @@ def _compute_logits(model: Model, steps: Sequence[Step]) -> mx.array:
     hidden = mx.array([[step.hidden] for step in steps])
     slots = mx.arange(length + 1)
     mask = (slots <= slots[:length, None]) & (slots != hidden)  # [T,S]
-    cache_state = model.init_cache(1, length + 1)
+    cache_state = take_last(model.init_cache(1, length + 1))
     return model.forward(model.params, ids, mask[None, None], cache_state).logits[0]
 
 

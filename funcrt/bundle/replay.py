@@ -10,6 +10,7 @@ from funcrt import guesses, masks, sampling
 from funcrt.bundle.manifest import Golden, GoldenCall, GoldenCase
 from funcrt.cache import CacheState, restore, snapshot, state_size
 from funcrt.compiled import Compiled
+from funcrt.low_rank import take_last
 from funcrt.sampling import Sampled
 
 import mlx.core as mx
@@ -88,7 +89,7 @@ def replay(
         inputs = take_inputs(place, arrays, compiled.vocab_size, inputs)
         if place.call.fresh:
             state = {}  # before the next one exists: two states are not held at once
-            state = compiled.init_cache(place.case.batch, place.case.capacity)
+            state = take_last(compiled.init_cache(place.case.batch, place.case.capacity))
         saved = snapshot(state) if place.call.undo else {}
         outputs, state = run_call(compiled, place.call.function, inputs, state)
         observed = observe(outputs, arrays[place.prefix + "probes"], inputs, state)

@@ -54,6 +54,7 @@ def inspect(bundle: o.BundleFolder, json_: o.Json = False) -> None:
     from funcrt.bundle import load_manifest
     from funcrt.bundle.records import encode
 
+    bundle = sources.find_bundle(str(bundle)) or bundle
     manifest = load_manifest(bundle)
     plan = manifest.plan
     total = sum(entry.size for entry in manifest.files.values())
@@ -89,6 +90,7 @@ def verify(bundle: o.BundleFolder, json_: o.Json = False) -> None:
     from funcrt.bundle import verify as run
     from funcrt.bundle.verifier import to_json
 
+    bundle = sources.find_bundle(str(bundle)) or bundle
     with terminal.progress(f"Verifying {bundle}") as tick:
         checks = run(bundle, tick)
     failed = sum(not check.passed for check in checks)

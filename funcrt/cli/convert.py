@@ -112,9 +112,9 @@ def _show(report: Report) -> None:
         rest = f", the worst {_SHOWN} of {len(changed)}" if len(changed) > _SHOWN else ""
         terminal.table(
             f"Errors by tensor{rest} (all: --json)",
-            ("tensor", "stored", "written", "bits/weight", "relative error", "largest"),
+            ("tensor", "stored", "written", "relative", "largest"),
             [
-                (tensor.name, tensor.stored, tensor.written, f"{tensor.bits_per_weight:.2f}",
+                (tensor.name, tensor.stored, tensor.written,
                  f"{tensor.relative_error:.2e}", f"{tensor.max_error:.2e}")
                 for tensor in changed[:_SHOWN]
             ],

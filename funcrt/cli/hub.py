@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from funcrt.cli import options as o
 from funcrt.cli import terminal
-from funcrt.errors import InputError, SourceError
+from funcrt.errors import InputError
 
 import typer
 
@@ -33,11 +33,11 @@ def push(
         str | None,
         typer.Option("--license", help="As the hub names it; the default is the base model's."),
     ] = None,
+    ignore: o.Ignore = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     json_: o.Json = False,
 ) -> None:
     """Send a model or a bundle to the Hugging Face hub, with a card that says what it is."""
-    _check_client()
     from converters.hub.pushing import deliver, prepare
 
     with terminal.timed(f"Checking {folder}"):
@@ -48,6 +48,7 @@ def push(
             branch=revision,
             base_model=base_model,
             license=license_,
+            ignore=ignore or (),
         )
     for note in delivery.notes:
         terminal.warn(f"note: {note}")
@@ -78,7 +79,6 @@ def pull(
     json_: o.Json = False,
 ) -> None:
     """Fetch a model or a bundle from the Hugging Face hub, check it, and print where it is."""
-    _check_client()
     from converters.hub.pulling import pull as run
 
     pulled = run(repository, target, revision)
@@ -111,15 +111,12 @@ def _plan(delivery: Delivery) -> str:
 
 def _ask(as_json: bool) -> None:
     """Go on only if a person says so. Raises InputError where nobody can."""
-    if as_json or not sys.stdin.isatty():
+    if as_json or not _is_asked():
         raise InputError("nothing was sent: nobody is there to ask, so pass --yes")
     if not terminal.ask("Send it? [y/N] ", quiet=False).lower().startswith("y"):
         terminal.warn("nothing was sent")
         raise typer.Exit(1)
 
 
-def _check_client() -> None:
-    try:
-        import huggingface_hub  # noqa: F401
-    except ModuleNotFoundError:
-        raise SourceError("the hub needs huggingface_hub: pip install 'funcrt[convert]'") from None
+def _is_asked() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty()

@@ -40,7 +40,7 @@ def byte_count(text: str) -> int:
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 Source = Annotated[str, typer.Argument(help="GGUF file, Hugging Face folder, or hub id.")]
 Runnable = Annotated[str, typer.Argument(help="Bundle, model folder, GGUF file, or hub id.")]
-BundleFolder = Annotated[Path, typer.Argument(help="A .funcrt folder.")]
+BundleFolder = Annotated[Path, typer.Argument(help="A .funcrt folder, or hub id.")]
 Target = Annotated[Path, typer.Argument(help="Folder to write.")]
 Dtype = Annotated[
     str | None, typer.Option(help="float32, float16 or bfloat16; the default suits the device.")

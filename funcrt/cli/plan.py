@@ -162,12 +162,13 @@ def _measure(
     """The footprint of a bundle, or of what an export makes of a model; the model's positions."""
     from funcrt.footprint import Footprint
 
-    if sources.is_bundle(source):
+    folder = sources.find_bundle(source)
+    if folder is not None:
         from funcrt.bundle.loader import open_bundle
 
         if kv_bits is not None or loading.dtype is not None:
             raise InputError("--kv-bits and --dtype are fixed when a bundle is exported")
-        bundle = open_bundle(source)  # its weights stay on disk
+        bundle = open_bundle(folder)  # its weights stay on disk
         return Footprint.of(bundle, bundle.cache_spec), bundle.max_positions
     with terminal.timed(f"Loading {source}"):
         model = sources.load_checkpoint(source, loading.dtype, loading.ignore)

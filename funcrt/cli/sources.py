@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,22 +32,41 @@ def load_checkpoint(source: str, dtype: str | None, ignore: Sequence[str] | None
     return model
 
 
+def find_bundle(source: str) -> Path | None:
+    """The folder of an exported bundle, pulled if it is one on the hub; None for other sources."""
+    if (Path(source) / "manifest.json").is_file():
+        return Path(source)
+    from converters import hub
+
+    if Path(source).exists() or not hub.is_hub_id(source):
+        return None
+    return _pull_bundle(source)
+
+
+@functools.cache
+def _pull_bundle(repo: str) -> Path | None:
+    from converters.hub import pulling
+
+    return pulling.find_bundle(repo)
+
+
 def is_bundle(source: str) -> bool:
     """Whether a source is an exported bundle."""
-    return (Path(source) / "manifest.json").is_file()
+    return find_bundle(source) is not None
 
 
 def load_any(source: str, loading: Loading | None = None) -> CallForm:
     """A bundle or a checkpoint, behind a spinner."""
     loading = loading or Loading()
     with terminal.timed(f"Loading {source}"):
-        if not is_bundle(source):
+        bundle = find_bundle(source)
+        if bundle is None:
             return load_checkpoint(source, loading.dtype, loading.ignore)
         from funcrt.bundle import load_bundle
 
         if loading.dtype is not None:
             raise InputError("--dtype is fixed when a bundle is exported; export it again")
-        return load_bundle(source)
+        return load_bundle(bundle)
 
 
 def choose_plan(source: str, model: CallForm, sizes: Sizes) -> BucketPlan | None:

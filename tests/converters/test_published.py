@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import converters
+from converters import published
 from funcrt import params as weights
 from funcrt.errors import ConfigError, FuncrtError, ParamsError
 from funcrt.packing import MICROSCALED
@@ -79,6 +80,18 @@ def test_gpt_oss_saves_and_loads_as_it_is(tmp_path: Path) -> None:
     assert written == {"bits": 4, "group_size": 32, "mode": "mxfp4"}
 
 
+def test_mlx_lm_reads_what_is_saved_of_it(tmp_path: Path) -> None:
+    utils = pytest.importorskip("mlx_lm.utils")
+    source = golden.family_folder("gpt_oss")
+    rope = {**load_json(source / "config.json")["rope_scaling"], "truncate": True}
+    shipped.ship_gpt_oss(source, tmp_path / "shipped", swiglu_limit=7.0, rope_scaling=rope)
+    model = converters.load(tmp_path / "shipped", dtype="float32")
+    model.save(tmp_path / "saved")
+    module, _ = utils.load_model(tmp_path / "saved")
+    theirs = module(mx.array([some_tokens()]))[0]
+    assert relative_error(run_plain(model, some_tokens()), theirs) <= TOLERANCE
+
+
 @pytest.mark.parametrize(
     ("edit", "match"),
     [
@@ -135,6 +148,26 @@ def test_fp8_scales_may_be_of_any_type(tmp_path: Path) -> None:
     expected = values * mx.repeat(mx.repeat(scale, 16, 0), 16, 1)
     found = converters.load(tmp_path, dtype="float32").params[Q]
     assert relative_error(found, expected) <= 1e-6
+
+
+@pytest.mark.parametrize("block", [(16, 24), None])
+def test_stacks_of_fp8(block: tuple[int, int] | None) -> None:
+    """As transformers saves experts that it keeps in fp8."""
+    rows = np.random.default_rng(0).normal(0, 0.1, (3, 40, 32)).astype(np.float32)
+    codes, scales, values = (
+        np.stack(part)
+        for part in zip(*(shipped.to_fp8(one, block or (40, 32)) for one in rows), strict=True)
+    )
+    settings = {"quant_method": "fp8", "weight_block_size": block}
+    for shape in [scales.shape] if block else [(3,), (3, 1, 1)]:
+        stored = {
+            "experts.gate_up_proj": mx.array(codes),
+            "experts.gate_up_proj_scale_inv": mx.array(scales.reshape(shape)),
+            "experts.gate_up_proj_activation_scale": mx.ones((3,)),
+        }
+        dense = published.expand({"quantization_config": settings}, stored, "float32")
+        assert list(dense) == ["experts.gate_up_proj"]
+        np.testing.assert_array_equal(np.array(dense["experts.gate_up_proj"]), values)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,13 @@ _LATENT_YARN = {
     "type": "yarn", "factor": 8.0, "original_max_position_embeddings": 256,
     "beta_fast": 32, "beta_slow": 1, "mscale": 0.7, "mscale_all_dim": 0.7,
 }  # fmt: skip
+_MINICPM = {
+    **_NO_ROPE_BASE, "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256,
+    "rope_scaling": {
+        "type": "longrope", "original_max_position_embeddings": 2048,
+        "long_factor": [1.2, 2.5, 6.0, 20.0], "short_factor": [1.0, 1.1, 1.4, 2.0],
+    },
+}  # fmt: skip
 
 # Case -> what is changed in its config.json.
 CHANGES: dict[str, dict[str, Any]] = {
@@ -30,20 +37,25 @@ CHANGES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"rope_scaling": _LATENT_YARN},
     "deepseek_v2-lite": {},
     "deepseek_v3": {"rope_scaling": _LATENT_YARN},
+    "dots1": {"scoring_func": "sigmoid", **_NO_WINDOW},
     "ernie4_5": {},
+    "ernie4_5_moe": {},
     "exaone4": {},
     "gemma": _NO_ROPE_BASE,
     "gemma2": {**_NO_ROPE_BASE, "query_pre_attn_scalar": 16},
     "gemma3_text": {"query_pre_attn_scalar": 16, "sliding_window_pattern": 6},
     "glm4": {},
     "glm4_moe": {},
+    "glm4_moe_lite": {},
     "gpt2": {},
     "gpt_neox": {"rotary_emb_base": 10000},
     "gpt_oss": {"swiglu_limit": 7.0},
     "granite": {},
     "granitemoe": {},
     "lfm2": {},
+    "lfm2_moe": {"routed_scaling_factor": 1.0},
     "mamba2": {},
+    "minicpm3": _MINICPM,
     "mistral": {},
     "mixtral": {},
     "olmo2": {},
@@ -53,12 +65,14 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen2_moe": {"mlp_only_layers": []},
     "qwen3": {},
+    "qwen3_5_moe_text": {},
     "qwen3_5_text": {},
     "qwen3_moe": {"mlp_only_layers": []},
     "qwen3_next": {"mlp_only_layers": []},
     "smollm3": {"no_rope_layers": [1, 1, 1], "no_rope_layer_interval": 4},
     "stablelm": _NO_ROPE_BASE,
     "starcoder2": _NO_WINDOW,
+    "youtu": {},
 }
 
 # Tensors that nothing computes with and that the converter does not know.
