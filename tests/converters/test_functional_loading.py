@@ -124,7 +124,6 @@ PACKINGS: dict[str, dict[str, Any]] = {
         "model.embed_tokens": False,
     },
 }  # fmt: skip
-UNKNOWN_HERE = {"nvfp4", "mxfp4"}  # to families
 
 
 def save_packed(folder: Path, name: str) -> nn.Module:
@@ -288,14 +287,7 @@ def test_a_setting_that_a_family_does_not_compute(tmp_path: Path) -> None:
     assert relative_error(model([ROW])[0][0], run_module(module, ROW, 23)) <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", sorted(UNKNOWN_HERE))
-def test_a_packing_that_a_family_does_not_know(tmp_path: Path, name: str) -> None:
-    save_packed(tmp_path, name)
-    with pytest.raises(ParamsError, match=WAY):
-        converters.load(tmp_path)
-
-
-@pytest.mark.parametrize("name", sorted(PACKINGS.keys() - UNKNOWN_HERE))
+@pytest.mark.parametrize("name", PACKINGS)
 def test_a_packing_that_a_family_knows(tmp_path: Path, name: str) -> None:
     module = save_packed(tmp_path, name)
     model = converters.load(tmp_path)
