@@ -124,20 +124,26 @@ def test_no_tokenizer_in_the_file():
 
 # --- pre-tokenizers ------------------------------------------------------------------------------
 
-# Of "it's 2024,  I'LL getHTTP /a\n\nx".
+# Of "it's 12024,  I'LL getHTTP /a\n\nx".
 SPLITS = {
-    "gpt-2": "it 's Ġ2024 , Ġ ĠI ' LL ĠgetHTTP Ġ/ a Ċ Ċ x",
-    "smollm": "it 's Ġ 2 0 2 4 , Ġ ĠI ' LL ĠgetHTTP Ġ/ a Ċ Ċ x",
-    "llama-bpe": "it 's Ġ 202 4 , Ġ ĠI 'LL ĠgetHTTP Ġ/ a ĊĊ x",
-    "qwen2": "it 's Ġ 2 0 2 4 , Ġ ĠI 'LL ĠgetHTTP Ġ/ a ĊĊ x",
-    "gpt-4o": "it's Ġ 202 4 , Ġ ĠI'LL Ġget HTTP Ġ/ a ĊĊ x",
-    "tekken": "it 's Ġ 2 0 2 4 , Ġ ĠI 'LL Ġget HTTP Ġ/ a ĊĊ x",
+    "gpt-2": "it 's Ġ12024 , Ġ ĠI ' LL ĠgetHTTP Ġ/ a Ċ Ċ x",
+    "smollm": "it 's Ġ 1 2 0 2 4 , Ġ ĠI ' LL ĠgetHTTP Ġ/ a Ċ Ċ x",
+    "llama-bpe": "it 's Ġ 120 24 , Ġ ĠI 'LL ĠgetHTTP Ġ/ a ĊĊ x",
+    "qwen2": "it 's Ġ 1 2 0 2 4 , Ġ ĠI 'LL ĠgetHTTP Ġ/ a ĊĊ x",
+    "gpt-4o": "it's Ġ 120 24 , Ġ ĠI'LL Ġget HTTP Ġ/ a ĊĊ x",
+    "tekken": "it 's Ġ 1 2 0 2 4 , Ġ ĠI 'LL Ġget HTTP Ġ/ a ĊĊ x",
+    "deepseek-llm": "it ' s Ġ 12024 , Ġ ĠI ' LL ĠgetHTTP Ġ/ a Ċ Ċ x",
+    "deepseek-coder": "it ' s Ġ 1 2 0 2 4 , Ġ ĠI ' LL ĠgetHTTP Ġ/ a Ċ Ċ x",
+    "deepseek-v3": "it 's Ġ 120 24 , Ġ ĠI 'LL ĠgetHTTP Ġ/ a ĊĊ x",
+    "falcon": "it ' s Ġ 120 24 , Ġ ĠI ' LL ĠgetHTTP Ġ / a Ċ Ċ x",
+    "kimi-k2": "it's Ġ 120 24 , Ġ ĠI'LL Ġget HTTP Ġ/ a ĊĊ x",
+    "tiny_aya": "it's Ġ 12 024 , Ġ ĠI'LL Ġget HTTP Ġ/ a ĊĊ x",
 }
 
 
 @pytest.mark.parametrize("name", SPLITS)
 def test_pieces(name):
-    pieces = PRE_TOKENIZERS[name].build().pre_tokenize_str("it's 2024,  I'LL getHTTP /a\n\nx")
+    pieces = PRE_TOKENIZERS[name].build().pre_tokenize_str("it's 12024,  I'LL getHTTP /a\n\nx")
     assert [piece for piece, _ in pieces] == SPLITS[name].split()
 
 
