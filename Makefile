@@ -59,8 +59,9 @@ bench-full: bench  ## the same, and whether engines stay as fast and small as th
 	@$(BIN)/python -m benchmarks.endurance
 
 # torch and transformers stay out of .venv: they are needed only to make the committed golden files again.
-reference: $(VENV)-reference/.installed  ## make the golden files again (installs torch and transformers)
+reference: $(VENV)-reference/.installed  ## make the golden files again, and list what differs (installs torch and transformers)
 	@for script in $(filter-out %_mlx_lm_modules.py,$(wildcard tests/reference/make_*.py)); do echo "$$script"; $(VENV)-reference/bin/python "$$script" || exit 1; done
+	@git --no-pager diff --stat -- tests/reference
 
 pins:  ## resolve constraints.txt again, for every supported Python and platform
 	@./constraints.sh $(UV_PIN)

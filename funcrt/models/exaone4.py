@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 from funcrt.config.layer_types import FULL
 from funcrt.config.patterns import PatternConfig
-from funcrt.layers import Attention, Network, RMSNorm
-from funcrt.models import llama, olmo2
+from funcrt.layers import Attention, Network
+from funcrt.models import llama, olmo2, qwen3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,14 +54,6 @@ def network(config: Config) -> Network:
 
 
 def attention(config: Config, i: int) -> Attention:
-    """Attention of one layer."""
-    name, d, eps = f"model.layers.{i}.self_attn", config.head_dim, config.norm_eps
-    window = config.window(i)
-    turns = window is not None or config.sliding_window is None
-    return replace(
-        llama.attention(config, i),
-        rope=config.rope if turns else None,
-        window=window,
-        q_norm=RMSNorm(f"{name}.q_norm", d, eps),
-        k_norm=RMSNorm(f"{name}.k_norm", d, eps),
-    )
+    """Attention of one layer: that of Qwen3, which does not turn where windows are elsewhere."""
+    turns = config.window(i) is not None or config.sliding_window is None
+    return replace(qwen3.attention(config, i), rope=config.rope if turns else None)
