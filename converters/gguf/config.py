@@ -31,7 +31,7 @@ def plain(own: Metadata, model_type: str, norm: str = "rms_norm_eps", width: boo
     layers = own.layers()
     heads, hidden = own.count("attention.head_count"), own.count("embedding_length")
     rows = own.rows("blk.0.attn_q.weight") or own.rows("blk.0.attn_output.weight") or heads
-    if heads > rows * hidden:
+    if heads > rows:
         raise own.unusable("attention.head_count", f"at most {rows}", heads)
     head_dim = own.count("attention.key_length", hidden // heads or None)
     if own.count("attention.value_length", head_dim) != head_dim:

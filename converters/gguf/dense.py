@@ -42,7 +42,9 @@ def ernie(own: Metadata) -> Config:
 
 
 def granite(own: Metadata) -> Config:
-    """Granite 3."""
+    """Granite 3. Those of Granite 4 say `finetuned` where nothing turns."""
+    if own.get("rope.scaling.finetuned", True) is False:
+        raise own.unusable("rope.scaling.finetuned", "true, for a model that turns", False)
     head_dim = own.count("embedding_length") // own.count("attention.head_count")
     return {
         **plain(own, "granite"),
