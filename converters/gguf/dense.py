@@ -67,6 +67,18 @@ def glm4(own: Metadata) -> Config:
     return {**plain(own, "glm4"), "attention_bias": own.has("blk.0.attn_q.bias")}
 
 
+def glm(own: Metadata) -> Config:
+    """GLM-4 of 2024, whose heads are as wide as their tensors."""
+    heads = own.count("attention.head_count")
+    config = plain(own, "glm", head_dim=(own.rows("blk.0.attn_q.weight") or 0) // heads or None)
+    fused = own.has("blk.0.attn_qkv.bias")
+    return {
+        **config,
+        "attention_bias": fused or own.has("blk.0.attn_q.bias"),
+        "partial_rotary_factor": config.get("partial_rotary_factor", 1.0),
+    }
+
+
 def phi3(own: Metadata) -> Config:
     """Phi-3 and Phi-4."""
     original = own.get("rope.scaling.original_context_length")
