@@ -19,7 +19,7 @@ from funcrt.streams import reserve as _reserve_streams  # noqa: E402
 _reserve_streams()  # only the first streams of a process can be shared by its threads
 
 if TYPE_CHECKING:
-    from funcrt import cache, masks
+    from funcrt import adapters, cache, masks
     from funcrt.buckets import Bucket, BucketPlan
     from funcrt.bundle import Bundle, export, load_bundle, verify
     from funcrt.config import ModelConfig
@@ -48,7 +48,7 @@ _HOMES = {
     "load_model": "model",
     "verify": "bundle",
 }
-_MODULES = {"cache", "masks"}
+_MODULES = {"adapters", "cache", "masks"}
 
 __all__ = [
     "Bucket",
@@ -61,6 +61,7 @@ __all__ = [
     "Handle",
     "Model",
     "ModelConfig",
+    "adapters",
     "cache",
     "expect",
     "export",

@@ -76,6 +76,11 @@ ARCHITECTURES = {
         },
         families=("glm4",),
     ),
+    "chatglm": Architecture(
+        config=dense.glm,
+        block={**ATTENTION, **FUSED_MLP, "attn_qkv": "self_attn.{qkv}_proj"},
+        families=("glm",),
+    ),
     "glm4moe": Architecture(
         config=mixtures.glm4_moe,
         block={**CORRECTED, "post_attention_norm": "post_attention_layernorm"},

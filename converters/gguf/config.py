@@ -17,7 +17,13 @@ MEAN_EPSILON = "attention.layer_norm_epsilon"
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def plain(own: Metadata, model_type: str, norm: str = "rms_norm_eps", width: bool = True) -> Config:
+def plain(
+    own: Metadata,
+    model_type: str,
+    norm: str = "rms_norm_eps",
+    width: bool = True,
+    head_dim: int | None = None,
+) -> Config:
     """What nearly all architectures have.
 
     Args:
@@ -25,15 +31,16 @@ def plain(own: Metadata, model_type: str, norm: str = "rms_norm_eps", width: boo
         model_type: of the result.
         norm: key of the norm's epsilon.
         width: whether there is an MLP besides experts.
+        head_dim: where the metadata has none; None is E / H.
 
     Raises ConfigError or ParamsError for what is missing or impossible.
     """
     layers = own.layers()
     heads, hidden = own.count("attention.head_count"), own.count("embedding_length")
     rows = own.rows("blk.0.attn_q.weight") or own.rows("blk.0.attn_output.weight") or heads
-    if heads > rows * hidden:
+    if heads > rows:
         raise own.unusable("attention.head_count", f"at most {rows}", heads)
-    head_dim = own.count("attention.key_length", hidden // heads or None)
+    head_dim = own.count("attention.key_length", head_dim or hidden // heads or None)
     if own.count("attention.value_length", head_dim) != head_dim:
         raise own.unusable(
             "attention.value_length", f"{head_dim} as keys have", own.get("attention.value_length")

@@ -42,7 +42,9 @@ def ernie(own: Metadata) -> Config:
 
 
 def granite(own: Metadata) -> Config:
-    """Granite 3."""
+    """Granite 3. Those of Granite 4 say `finetuned` where nothing turns."""
+    if own.get("rope.scaling.finetuned", True) is False:
+        raise own.unusable("rope.scaling.finetuned", "true, for a model that turns", False)
     head_dim = own.count("embedding_length") // own.count("attention.head_count")
     return {
         **plain(own, "granite"),
@@ -63,6 +65,18 @@ def smollm3(own: Metadata) -> Config:
 def glm4(own: Metadata) -> Config:
     """GLM-4-0414."""
     return {**plain(own, "glm4"), "attention_bias": own.has("blk.0.attn_q.bias")}
+
+
+def glm(own: Metadata) -> Config:
+    """GLM-4 of 2024, whose heads are as wide as their tensors."""
+    heads = own.count("attention.head_count")
+    config = plain(own, "glm", head_dim=(own.rows("blk.0.attn_q.weight") or 0) // heads or None)
+    fused = own.has("blk.0.attn_qkv.bias")
+    return {
+        **config,
+        "attention_bias": fused or own.has("blk.0.attn_q.bias"),
+        "partial_rotary_factor": config.get("partial_rotary_factor", 1.0),
+    }
 
 
 def phi3(own: Metadata) -> Config:

@@ -90,6 +90,8 @@ class Metadata:
 
     def check_known(self) -> None:
         """Raise ConfigError for keys that were never asked for and may change the result."""
+        if self._values.get("attention.causal") is False:
+            raise self.unusable("attention.causal", "true, for a model that generates", False)
         # Zero, false and "" switch a feature off, so an unknown key holding them changes nothing.
         unknown = sorted(
             f"{self._start}{key}"

@@ -2,7 +2,8 @@
 
 In a table of names, `STEM` of a tensor `STEM.weight` or `STEM.bias` leads to the Hugging Face
 module, and a whole `STEM.weight` to the whole name of a tensor. `{x}` in a module is the number of
-an expert: GGUF stacks them in one tensor. Stems are those of blocks, without `blk.N.`.
+an expert: GGUF stacks them in one tensor. `{qkv}` stands for q, k and v, one after another in the
+rows of one tensor. Stems are those of blocks, without `blk.N.`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Architecture:
         layers: what Hugging Face calls `blk`.
         changes: by stem or whole name, for those that do not arrive as they left.
         joins: Hugging Face name of a block -> the whole names of its pieces, and what joins them.
-        families: the `model_type`s that are written so (a mistral comes back as a llama).
+        families: the `model_type`s that are written so (a mistral comes
+            back as a llama, Qwen3.5 without what looks at images).
     """
 
     config: Reader

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 from converters.gguf.changes import Change, Join
@@ -24,7 +25,7 @@ class Piece:
     """One tensor, or several that become one.
 
     Attributes:
-        name: what it becomes; `{x}` in it stands for all the numbers of a stack.
+        name: what it becomes, with `{x}` or `{qkv}` for several names, see `names`.
         tensors: what it is read from.
         key: of the change to be undone: the stem or the whole name.
         join: what makes one of several.
@@ -112,9 +113,13 @@ def read_piece(
     try:
         parts = [read(tensor) for tensor in piece.tensors]
         whole = _undo(piece, parts, architecture, config)
+        params: Params = {}
+        if "{qkv}" in piece.name:
+            for letter, rows in _queries_keys_values(whole, config).items():
+                params |= _placed(piece.name.replace("{qkv}", letter), rows)
+            return params
         if "{x}" not in piece.name:
             return _placed(piece.name, whole)
-        params: Params = {}
         for x in range(next(iter(whole.values())).shape[0]):
             one = {part: array[x] for part, array in whole.items()}
             params |= _placed(piece.name.replace("{x}", str(x)), one)
@@ -129,7 +134,7 @@ def read_piece(
 
 def is_plain(piece: Piece, architecture: Architecture) -> bool:
     """Whether a piece is one tensor as it is, or matrices of a stack, so that rows stay rows."""
-    return piece.join is None and _change(piece, architecture) is None
+    return piece.join is None and "{qkv}" not in piece.name and _change(piece, architecture) is None
 
 
 def _change(piece: Piece, architecture: Architecture) -> Change | None:
@@ -144,6 +149,18 @@ def _undo(
         return piece.join(parts, config)
     change = _change(piece, architecture)
     return parts[0] if change is None else change(parts[0], config)
+
+
+def _queries_keys_values(parts: Parts, config: dict[str, Any]) -> dict[str, Parts]:
+    heads = (config["num_attention_heads"], *[config["num_key_value_heads"]] * 2)
+    starts = [0, *accumulate(count * config["head_dim"] for count in heads)]
+    rows = next(iter(parts.values())).shape[0]
+    if rows != starts[-1]:
+        raise ParamsError(f"{rows} rows are not {heads} heads of {config['head_dim']}")
+    return {
+        letter: {part: array[start:end] for part, array in parts.items()}
+        for letter, (start, end) in zip("qkv", pairwise(starts), strict=True)
+    }
 
 
 def _placed(name: str, parts: Parts) -> Params:

@@ -132,7 +132,7 @@ RECURRENT = {
         config=recurrent.qwen3_5,
         block={**_DELTA, **MLP, **_DELTA_5},
         changes=_DELTA_5_CHANGES,
-        families=("qwen3_5_text",),
+        families=("qwen3_5", "qwen3_5_text"),
     ),
     "qwen35moe": Architecture(
         config=recurrent.qwen3_5_moe,
@@ -145,6 +145,6 @@ RECURRENT = {
         },
         changes={**_DELTA_5_CHANGES, "ffn_gate_inp_shexp": values(changes.one_row)},
         joins={"mlp.experts.gate_up_proj": (GATE_UP, changes.after_each_other)},
-        families=("qwen3_5_moe_text",),
+        families=("qwen3_5_moe", "qwen3_5_moe_text"),
     ),
 }  # fmt: skip

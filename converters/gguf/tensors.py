@@ -19,6 +19,7 @@ fit in float16, and arrive in it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 from converters.gguf.file import GGUFFile, GGUFTensor
@@ -39,6 +40,7 @@ Parts = dict[str, mx.array]
 DENSE = {"F32": (np.float32, None), "F16": (np.float16, None), "BF16": (np.uint16, mx.bfloat16)}
 _TERNARY = ("TQ1_0", "TQ2_0")
 _GROUP = 32
+_STEP = 1 << 16  # blocks taken apart at once: their bits take up more than they do
 _HALVES = np.array([[0], [4]], np.uint8)  # shifts to the low and the high half of a byte
 
 
@@ -137,13 +139,22 @@ def read_tensor(tensor: GGUFTensor) -> Parts:
 
 def _affine(tensor: GGUFTensor, raw: Bytes) -> Parts:
     size, bits, take_apart = AFFINE[tensor.kind]
+    blocks = raw.reshape(-1, size)
+    groups = prod(tensor.shape) // _GROUP
+    each = groups // len(blocks)
+    packed = np.empty((groups, bits), np.uint32)
+    kept = np.float16 if each == 1 else np.float32
+    scales, biases = np.empty(groups, kept), np.empty(groups, kept)
     with np.errstate(over="ignore", invalid="ignore"):  # checked below
-        codes, scales, biases = take_apart(raw.reshape(-1, size))
+        for start in range(0, len(blocks), _STEP):
+            codes, *both = take_apart(blocks[start : start + _STEP])
+            place = slice(start * each, start * each + len(codes))
+            packed[place], scales[place], biases[place] = _pack(codes, bits), *both
     if not (np.isfinite(scales).all() and np.isfinite(biases).all()):
         raise ParamsError(f"{tensor.name}: the scales of its {tensor.kind} blocks are not finite")
     *rows, columns = tensor.shape
     return {
-        "weight": mx.array(_pack(codes, bits).reshape(*rows, columns * bits // 32)),
+        "weight": mx.array(packed.reshape(*rows, columns * bits // 32)),
         "scales": mx.array(scales.reshape(*rows, columns // _GROUP)),
         "biases": mx.array(biases.reshape(*rows, columns // _GROUP)),
     }
@@ -215,6 +226,9 @@ def _pack(codes: Bytes, bits: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
     if bits == 4:
         paired: Bytes = codes[:, 0::2] | (codes[:, 1::2] << np.uint8(4))
         return np.ascontiguousarray(paired).view(np.uint32)
-    planes = np.unpackbits(codes[..., None], axis=-1, count=bits, bitorder="little")
-    packed = np.packbits(planes.reshape(len(codes), -1), axis=1, bitorder="little")
-    return packed.view(np.uint32)
+    # Eight at a time in one word, of which as many bytes are used as each has bits.
+    words = np.zeros((len(codes), 4), np.uint64)
+    for i in range(8):
+        words |= codes[:, i::8].astype(np.uint64) << np.uint64(bits * i)
+    used = words.astype("<u8").view(np.uint8).reshape(len(codes), 4, 8)[..., :bits]
+    return np.ascontiguousarray(used).reshape(len(codes), -1).view(np.uint32)

@@ -8,13 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import converters.adapters
 import funcrt
 from funcrt import adapters
 from funcrt.adapters import Adapter, Change
-from funcrt.buckets import Bucket
+from funcrt.buckets import Bucket, BucketPlan
 from funcrt.errors import BundleError, ParamsError
 from tests.adapting import PLAN, PROMPT, Q, alone, logits_of, make_adapter, model_of, stacked
 from tests.helpers import TOLERANCE, ids, relative_error
+from tests.reference import golden
 
 import mlx.core as mx
 import numpy as np
@@ -62,6 +64,19 @@ def test_a_bundle_takes_an_adapter_without_export_or_model_code(exported, tmp_pa
     for row, tokens in enumerate(rows):
         assert relative_error(plain[row], logits_of(model_of("float32"), tokens)) < TOLERANCE
         assert relative_error(adapted[row], logits_of(fused, tokens)) < TOLERANCE
+
+
+def test_a_bundle_takes_what_peft_wrote(tmp_path):
+    base = converters.load(golden.family_folder("mistral"), "float32")
+    places = adapters.keep(base, adapters.init_adapter(base, 4, ["q_proj", "v_proj", "up_proj"]))
+    plan = BucketPlan(batch=(2,), tokens=(8,), capacity=(32,))
+    bundle = funcrt.export(places, tmp_path / "mistral.funcrt", plan)
+    folder = Path(golden.__file__).parent / "adapters" / "mistral-plain"
+    adapter = converters.adapters.read(folder, bundle)
+    other = bundle.with_params(adapters.fit(adapter, bundle.stored_shapes))
+    arrays = mx.load(str(folder / "golden.safetensors"))
+    logits, _ = other(mx.concatenate([arrays["tokens"][None]] * 2))
+    assert relative_error(logits[1], arrays["logits"]) < TOLERANCE
 
 
 def test_bundles_with_other_weights_share_their_graphs(exported):

@@ -58,6 +58,8 @@ def changed(case: str, folder: Path, **changes: Any) -> Path:
         ("olmo3", {"attention__sliding_window_pattern": 0.5}, ConfigError, "expected a period, or"),
         ("phi3-longrope", {"rope__dimension_count": 6}, ConfigError, r"rope_factors_long.*\(3,\)"),
         ("granite", {"attention__temperature_scale": 0.1}, ConfigError, "unknown: granite.att"),
+        ("granite", {"rope__scaling__finetuned": False}, ConfigError, "finetuned: expected true"),
+        ("qwen3", {"attention__causal": False}, ConfigError, "causal: expected true, for a model"),
         ("gpt2", {"context_length": None}, ConfigError, "gpt2.context_length: expected a positive"),
     ],
 )

@@ -10,7 +10,7 @@ from converters import gguf as reader
 from converters.gguf import support
 from converters.gguf.architectures import ARCHITECTURES
 from funcrt.models import FAMILIES
-from tests.converters.gguf_copies import requantized
+from tests.converters.gguf_copies import requantized, write
 from tests.families.cases import run_plain
 from tests.helpers import TOLERANCE, relative_error
 from tests.reference import gguf_cases, golden
@@ -61,7 +61,7 @@ def test_every_architecture_has_a_file():
         str(reader.read_header(path).metadata["general.architecture"])
         for path in gguf_cases.FILES.glob("*.gguf")
     }
-    assert found == set(ARCHITECTURES)
+    assert found | {"chatglm"} == set(ARCHITECTURES)  # see below
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -113,3 +113,40 @@ def test_packed_matrices_are_put_in_order_like_dense_ones(case, kind, tmp_path):
     tokens = [int(t) for t in np.array(golden.read_family_golden(case).tokens)[0, :TOKENS]]
     logits = run_plain(packed, tokens, packed.prepared)
     assert relative_error(logits, run_plain(expanded, tokens)) <= TOLERANCE
+
+
+# The converter gives heads of E / H to a GLM, which the golden case has not.
+GLM = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "mlp.gate_up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+GLM_METADATA = {
+    "general.architecture": "chatglm", "chatglm.context_length": 2048,
+    "chatglm.embedding_length": 32, "chatglm.feed_forward_length": 64, "chatglm.block_count": 2,
+    "chatglm.attention.head_count": 4, "chatglm.attention.head_count_kv": 2,
+    "chatglm.attention.layer_norm_rms_epsilon": 0.01, "chatglm.rope.dimension_count": 8,
+    "chatglm.rope.freq_base": 20000.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_glm_whose_queries_keys_and_values_may_be_one_tensor(fused, tmp_path):
+    """As the first files of GLM-4 had them, before transformers knew it."""
+    arrays: dict[str, np.ndarray] = {}
+    for name, array in mx.load(str(golden.family_folder("glm") / "model.safetensors")).items():
+        module, _, part = name.rpartition(".")
+        block, _, rest = module.removeprefix("model.layers.").partition(".")
+        stem = GLM[module] if module in GLM else f"blk.{block}.{GLM[rest]}"
+        arrays[f"{stem}.{part}"] = np.array(array.astype(mx.float32))
+    for start in [f"blk.{i}.attn_{{}}.{part}" for i in (0, 1) for part in ("weight", "bias")]:
+        if fused:
+            three = [arrays.pop(start.format(letter)) for letter in "qkv"]
+            arrays[start.format("qkv")] = np.concatenate(three)
+    tensors = {name: (array, Kind.F32) for name, array in arrays.items()}
+    metadata = {**GLM_METADATA, **({"chatglm.attention.key_length": 16} if fused else {})}
+    model = converters.load(write(tmp_path / "glm.gguf", metadata, tensors), dtype="float32")
+    expected = golden.read_family_golden("glm")
+    logits = run_plain(model, [int(t) for t in np.array(expected.tokens)[0]])
+    assert relative_error(logits[expected.positions], expected.logits) <= TOLERANCE

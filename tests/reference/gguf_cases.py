@@ -73,7 +73,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "stablelm": _NO_ROPE_BASE,
     "starcoder2": _NO_WINDOW,
     "youtu": {},
-}
+}  # fmt: skip
 
 # Tensors that nothing computes with and that the converter does not know.
 _UNUSED = (".eh_proj.weight", ".attn.bias")
