@@ -34,7 +34,9 @@ RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
 RENAMED["qwen3_5_moe"] = RENAMED["qwen3_5"]
 _ONE_ADDED = ("qwen3_next", "qwen3_5", "qwen3_5_moe")  # to norms around 1 + weight
 _ROLES = ("gate", "up", "down")
-_NUMBERED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+
+# What MLPs of some families call their matrices -> what mlx-lm calls all of them.
+NUMBERED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _ALL_PARTS = (*PARTS, "bias")
 
 
@@ -180,7 +182,7 @@ def _restore_numbered(spec: ParamSpec, params: Params) -> None:
     """`gate_proj`, `up_proj` and `down_proj` of an MLP -> `w1`, `w3` and `w2`."""
     for name in spec:
         place, _, last = name.removesuffix(".weight").rpartition(".")
-        theirs = f"{place}.{_NUMBERED.get(last, '')}"
+        theirs = f"{place}.{NUMBERED.get(last, '')}"
         if name in params or f"{theirs}.weight" not in params:
             continue
         for piece in _ALL_PARTS:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from converters.functional.family import ModuleFamily
-from converters.mlx_names import RENAMED
+from converters.mlx_names import NUMBERED, RENAMED
 from funcrt.layers import (
     Embedding,
     Experts,
@@ -31,6 +31,8 @@ from funcrt.packing import PARTS, Quantization, Transposed, packed_shape
 from funcrt.params import Params, ParamSpec, packings
 
 _KEEPS_LATENT = ("deepseek_v2",)
+_STACKS_IN_PLACE = ("dots1", "gpt_oss")  # under the experts' own name, not in `switch_mlp`
+_NAMES_ROLES = ("lfm2_moe",)  # of MLPs whose matrices have numbers
 _ADDS_ONE = ("qwen3_next",)  # where mlx-lm does so only beside experts that are not stacked yet
 
 
@@ -95,16 +97,17 @@ def mlx_layout(model: Model, outputs: list[Output]) -> list[Output]:
     found = {output.name: _turned(output, model.spec) for output in outputs}
     for part in family.network(model.config).walk():
         if isinstance(part, StackedExperts):
-            place = part.name if part.IN_TURNS else f"{_parent(part.name)}.switch_mlp"
-            _split_stacks(part, place, found)
+            _split_stacks(part, _place(part, family.name), found)
         elif isinstance(part, Experts):
-            _stack(part, found)
+            _stack(part, _place(part, family.name), found)
         elif isinstance(part, RMSNorm) and part.offset and family.name in _ADDS_ONE:
             name = f"{part.name}.weight"
             found[name] = replace(found[name], change="one")
     # Its reader moves the taps of all others, packed or not.
     moves = family.name in _ADDS_ONE
     rules = RENAMED.get(family.name, ())
+    if family.name in _NAMES_ROLES:
+        found = {name: replace(o, name=_with_role(name)) for name, o in found.items()}
     return [
         replace(_tapped(output) if moves else output, name=_renamed(output.name, rules))
         for output in found.values()
@@ -174,9 +177,8 @@ def _tapped(output: Output) -> Output:
     return replace(output, shape=(shape[0], shape[2], shape[1]), change="taps")
 
 
-def _stack(part: Experts, outputs: dict[str, Output]) -> None:
+def _stack(part: Experts, place: str, outputs: dict[str, Output]) -> None:
     """The matrices of single experts become one tensor for each projection."""
-    place = f"{_parent(part.name)}.switch_mlp"
     for role, projection in zip(("gate", "up", "down"), part.projections, strict=True):
         members = tuple(f"{part.name}.{i}.{projection}.weight" for i in range(part.count))
         shapes = {outputs.pop(member).shape for member in members}
@@ -187,7 +189,8 @@ def _stack(part: Experts, outputs: dict[str, Output]) -> None:
 
 def _split_stacks(part: StackedExperts, place: str, outputs: dict[str, Output]) -> None:
     """A stack of gates and ups becomes two."""
-    joined, down = outputs.pop(part.gate_up), outputs.pop(part.down)
+    names = [name for name in part.tensors() if not name.endswith("_bias")]
+    joined, down = (outputs.pop(name) for name in names)
     bias = outputs.pop(f"{part.gate_up}_bias", None), outputs.pop(f"{part.down}_bias", None)
     roles = ("gate", _half(part, 0)), ("up", _half(part, 1))
     for role, rows in roles:
@@ -197,6 +200,19 @@ def _split_stacks(part: StackedExperts, place: str, outputs: dict[str, Output]) 
     _put(outputs, down, f"{place}.down_proj.weight", down.shape[1], 1)
     if bias[1] is not None:
         _put(outputs, bias[1], f"{place}.down_proj.bias", bias[1].shape[1], 1)
+
+
+def _place(part: Experts, family: str) -> str:
+    """What mlx-lm calls the module of the stacks."""
+    if family in _STACKS_IN_PLACE:
+        return part.name
+    owner = _parent(part.name) if part.name.endswith(".experts") else part.name
+    return f"{owner}.switch_mlp"
+
+
+def _with_role(name: str) -> str:
+    module, _, number = base_of(name).rpartition(".")
+    return f"{module}.{NUMBERED[number]}.weight" if number in NUMBERED else name
 
 
 def _half(part: StackedExperts, which: int) -> tuple[int, int, int]:

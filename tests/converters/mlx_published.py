@@ -10,34 +10,18 @@ from typing import Any
 from funcrt.params import Params
 from funcrt.storage import load_arrays, load_json
 from tests.converters import shipped
+from tests.families.cases import replace_keys
+from tests.families.mlx_lm_changes import CHANGES
 from tests.random_families import draw_params, write_folder
 from tests.reference import golden
 
 import mlx.core as mx
 
-# What mlx-lm's module needs beside what transformers writes; see tests/families/reasons.py.
-PATCHES: dict[str, dict[str, Any]] = {
-    "deepseek_v2-lite": {"rope_scaling": {"type": "default", "factor": 1.0}},
-    "lfm2-bias": {
-        "block_dim": 32, "block_multiple_of": 1, "block_ffn_dim_multiplier": 1.0,
-        "block_auto_adjust_ff_dim": False,
-    },
-    "mamba2": {"intermediate_size": 64},
-    "mamba2-bias": {"intermediate_size": 64},
-}  # fmt: skip
-# What has to be otherwise in the case itself.
-CHANGES: dict[str, dict[str, Any]] = {
-    "glm4_moe": {},
-    "gpt_neox": {"intermediate_size": 128},
-    "gpt_neox-in-turn": {"intermediate_size": 128},
-    "qwen2_moe": {"mlp_only_layers": []},
-}
-
 Predicate = Callable[[str, Any], bool | dict[str, Any]]
 
 
 def source_of(case: str, folder: Path) -> Path:
-    """A folder that mlx-lm's module reads: the golden case, or a random one that is like it."""
+    """A folder that mlx-lm's module reads as it is meant: the golden case, changed if need be."""
     golden_folder = golden.family_folder(case)
     if case == "gpt_oss":  # of yarns and gates, mlx-lm knows those of the published models only
         rope = {**load_json(golden_folder / "config.json")["rope_scaling"], "truncate": True}
@@ -52,8 +36,14 @@ def source_of(case: str, folder: Path) -> Path:
         return write_folder(_made(folder), load_json(golden_folder / "config.json"), arrays)
     if case not in CHANGES:
         return golden_folder
-    config = {**load_json(golden_folder / "config.json"), **CHANGES[case]}
-    return write_folder(_made(folder), config, draw_params(config))
+    config = load_json(golden_folder / "config.json")
+    if case == "gemma3_text":  # its change leaves rows shorter than a group
+        config = {**config, "hidden_size": 64}
+        return write_folder(_made(folder), config, draw_params(config))
+    arrays = load_arrays(golden_folder / "model.safetensors")
+    for change in CHANGES[case]:
+        config, arrays = replace_keys(config, change.config), change.weights(arrays)
+    return write_folder(_made(folder), config, arrays)
 
 
 def _made(folder: Path) -> Path:
@@ -86,7 +76,7 @@ def make(
 
     original = load_json(source / "config.json")
     with contextlib.redirect_stdout(None):
-        module, config = load_model(source, lazy=True, model_config=_patch_of(case, original))
+        module, config = load_model(source, lazy=True, model_config=patch_of(original))
         if packing is not None:
             if isinstance(predicate, str):
                 predicate = mixed_quant_predicate_builder(predicate, module, packing["group_size"])
@@ -100,18 +90,18 @@ def make(
     return module
 
 
-def _patch_of(case: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    patch = dict(PATCHES.get(case, {}))
+def patch_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What mlx-lm's module needs beside what transformers writes."""
     text = config.get("text_config")
     if text is None:
-        return patch
+        return {}
     more: dict[str, Any] = {"tie_word_embeddings": config.get("tie_word_embeddings", False)}
     if config["model_type"] == "qwen3_5":
         more["full_attention_interval"] = text["layer_types"].index("full_attention") + 1
     if "_vl" in config["model_type"]:
         more |= {"rope_theta": text["rope_parameters"]["rope_theta"], "norm_topk_prob": True}
         more["num_experts"] = text.get("num_local_experts", 0)
-    return {**patch, "vocab_size": text["vocab_size"], "text_config": {**text, **more}}
+    return {"vocab_size": text["vocab_size"], "text_config": {**text, **more}}
 
 
 def expanded(module: Any) -> Params:

@@ -41,8 +41,6 @@ MODES: dict[str, dict[str, Any]] = {
     "affine": {"bits": 4, "group_size": 32},
     **{name: how._asdict() for name, how in MICROSCALED.items()},
 }
-# Whose reasons to differ are settled by what `mlx_published` changes.
-ALIKE = {"deepseek_v2-lite", "gpt_oss", "lfm2-bias", "qwen2_moe", "qwen3_5", "qwen3_next"}
 # mlx-lm's ropes have these under another key; what is made of its modules here reads it.
 THROUGH_US = ("mistral-new",)
 
@@ -83,7 +81,7 @@ def test_packed_tensors_stay_packed_and_mean_the_same(case: str, mode: str, tmp_
     shipped = {"mxfp4"} if case == "gpt_oss" else set()
     assert {how.mode for how in packed.values()} == {"affine", mode} | shipped
     _assert_means(model, mlx_names.restore(model.config, mlx_published.expanded(module)))
-    if case in ALIKE or not (case.startswith("mamba2") or (case, "mlx_lm") in REASONS):
+    if (case, "mlx_lm") not in REASONS:
         _assert_logits(case, module, tmp_path / "mlx")
 
 

@@ -27,12 +27,11 @@ def test_as_mlx_lm_packs(case: str, mode: str, tmp_path: Path) -> None:
     def some(path: str, _: object) -> bool | dict[str, object]:
         return {"bits": 8, "group_size": 32} if path.endswith("embed_tokens") else True
 
-    mlx_published.make(
-        case, golden.family_folder(case), tmp_path, predicate=some,
-        packing={"bits": bits, "group_size": group, "mode": mode},
-    )  # fmt: skip
-    model = converters.load(tmp_path)
-    found = diagnose(tmp_path)
+    source, target = mlx_published.source_of(case, tmp_path / "source"), tmp_path / "mlx"
+    packing = {"bits": bits, "group_size": group, "mode": mode}
+    mlx_published.make(case, source, target, predicate=some, packing=packing)
+    model = converters.load(target)
+    found = diagnose(target)
     size = sum(array.nbytes for array in model.params.values())
     assert found.functional, found.reason
     assert found.exportable
