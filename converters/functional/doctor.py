@@ -127,15 +127,15 @@ def _make(config: Mapping[str, Any], via: str | None) -> tuple[Model, str]:
     model_type = mlx_lm_source.model_type_of(text)
     if model_type in models.FAMILIES and via is None:
         with mlx_lm_source.suggesting_module(config):
-            return _make_by_hand(text, model_type)
+            return _make_by_hand(text, model_type, _dtype(config))
     mlx_lm_source.check_has_module(config)
     module = mlx_lm_source.make_module(config)
     module.set_dtype(getattr(mx, _dtype(config)))
     return functionalize(module, config), type(module).__module__
 
 
-def _make_by_hand(config: Mapping[str, Any], model_type: str) -> tuple[Model, str]:
-    settled = models.read_config(published.without_settings(config), _dtype(config))
+def _make_by_hand(config: Mapping[str, Any], model_type: str, dtype: str) -> tuple[Model, str]:
+    settled = models.read_config(published.without_settings(config), dtype)
     spec = models.family(model_type).param_spec(settled)
     params = packed_sizes.zeros(config, spec, getattr(mx, settled.dtype))
     return Model(settled, params), f"funcrt.models.{models.FAMILIES[model_type].name}"
