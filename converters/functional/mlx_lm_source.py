@@ -206,7 +206,7 @@ def suggesting_module(config: Mapping[str, Any]) -> Iterator[None]:
         if not way:
             raise
         raise type(error)(
-            f"{error}; mlx-lm's module may know what this family does not: {way}"
+            f"{error}; mlx-lm's module may know what this family does not, or pass over it: {way}"
         ) from error
 
 

@@ -1,4 +1,7 @@
-"""Which families can be read from which formats, as a table for the docs."""
+"""Which families can be read from which formats, as a table for the docs.
+
+python -m converters.formats    writes docs/formats.md
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from converters.gguf.architectures import ARCHITECTURES
+from converters.gguf.tensors import AFFINE, DENSE, EXPANDED, MICROSCALED
 from funcrt.models import FAMILIES
 
 
@@ -24,6 +28,7 @@ class Row(NamedTuple):
     gguf: tuple[str, ...]
 
 
+PAGE = Path(__file__).parents[1] / "docs" / "formats.md"
 _SPELLED = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe", "mistral": "llama"}
 
 
@@ -49,10 +54,37 @@ def _modules() -> set[str]:
     return {path.stem for path in folder.glob("*.py")}
 
 
-def table() -> str:
-    """The rows in Markdown. Every family is read from Hugging Face folders."""
-    lines = ["| `model_type` | safetensors | published by mlx-lm | GGUF |", "|---|---|---|---|"]
+def becomes() -> dict[str, str]:
+    """What becomes of each type of GGUF tensor."""
+    packed = {kind: f"packed, affine, {bits} bits" for kind, (_, bits, _) in AFFINE.items()}
+    expanded = dict.fromkeys(EXPANDED, "dense, expanded exactly")
+    return {**dict.fromkeys(DENSE, "dense"), **packed, MICROSCALED: "packed, mxfp4", **expanded}
+
+
+def page() -> str:
+    """docs/formats.md: the rows in Markdown, and what becomes of each type of GGUF tensor."""
+    lines = [
+        "# Formats",
+        "",
+        "Written by `python -m converters.formats`. Every family is read from Hugging Face folders;",
+        "the last column has the architectures of GGUF that become it.",
+        "",
+        "| `model_type` | safetensors | published by mlx-lm | GGUF |",
+        "|---|---|---|---|",
+    ]
     for row in rows():
         names = ", ".join(f"`{name}`" for name in row.gguf)
         lines.append(f"| {row.model_type} | yes | {'yes' if row.mlx else ''} | {names} |")
-    return "\n".join(lines)
+    lines += ["", "| GGUF type | becomes |", "|---|---|"]
+    lines += [f"| {kind} | {what} |" for kind, what in sorted(becomes().items())]
+    return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    """Write the page."""
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(page(), "utf-8")
+
+
+if __name__ == "__main__":
+    main()
