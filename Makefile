@@ -58,9 +58,10 @@ bench: $(VENV)/.installed-bench  ## measure speed against mlx-lm (minutes)
 bench-full: bench  ## the same, and whether engines stay as fast and small as they begin
 	@$(BIN)/python -m benchmarks.endurance
 
+# make_gguf.py needs the sources of llama.cpp besides, and is run by hand.
 # torch and transformers stay out of .venv: they are needed only to make the committed golden files again.
 reference: $(VENV)-reference/.installed  ## make the golden files again, and list what differs (installs torch and transformers)
-	@for script in $(filter-out %_mlx_lm_modules.py,$(wildcard tests/reference/make_*.py)); do echo "$$script"; $(VENV)-reference/bin/python "$$script" || exit 1; done
+	@for script in $(filter-out %_mlx_lm_modules.py %_gguf.py,$(wildcard tests/reference/make_*.py)); do echo "$$script"; $(VENV)-reference/bin/python "$$script" || exit 1; done
 	@git --no-pager diff --stat -- tests/reference
 
 pins:  ## resolve constraints.txt again, for every supported Python and platform

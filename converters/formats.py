@@ -66,8 +66,8 @@ def page() -> str:
     lines = [
         "# Formats",
         "",
-        "Written by `python -m converters.formats`. Every family is read from Hugging Face folders;",
-        "the last column has the architectures of GGUF that become it.",
+        "Written by `python -m converters.formats`. Every family is read from Hugging Face",
+        "folders; the last column has the architectures of GGUF that become it.",
         "",
         "| `model_type` | safetensors | published by mlx-lm | GGUF |",
         "|---|---|---|---|",
