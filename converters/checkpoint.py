@@ -58,8 +58,7 @@ def make_model(
     """
     params = {name: array for name, array in checkpoint.params.items() if name not in ignore}
     config = read_config(checkpoint.config, choose_dtype(params, dtype), ignore)
-    if config.num_layers > len(params):  # before anything is built for each layer that it claims
-        raise ParamsError(f"config has {config.num_layers} layers, but only {len(params)} tensors")
+    _check_counts(config, params)
     params = mlx_names.restore(config, published_names(config, params))
     params = drop_extras(config, stack_experts(config, params))
     if dtype is not None and not lazy:
@@ -70,6 +69,16 @@ def make_model(
     published.check_scales(model.spec, model.params)
     mx.eval(model.params)  # reading is lazy: a file replaced later must not change the model
     return model
+
+
+def _check_counts(config: ModelConfig, params: Params) -> None:
+    """Raise ParamsError before anything is built for each layer and expert that a config claims."""
+    if config.num_layers > len(params):
+        raise ParamsError(f"config has {config.num_layers} layers, but only {len(params)} tensors")
+    experts = getattr(config, "num_experts", 0)
+    rows = max((array.shape[0] for array in params.values() if array.ndim), default=0)
+    if experts > rows:  # which a router has for each of them
+        raise ParamsError(f"config has {experts} experts, but no tensor has as many rows")
 
 
 def published_names(config: ModelConfig, params: Params) -> Params:

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 from pathlib import Path
 
 import converters
 from converters import huggingface
 from funcrt.errors import ConfigError, FuncrtError, ParamsError, SourceError
+from tests.reference import golden
 
 import mlx.core as mx
 import numpy as np
@@ -115,6 +117,16 @@ def test_missing_unknown_and_misshapen_tensors_are_listed(tiny):
 def test_more_layers_than_tensors(tiny):
     tiny.config["num_hidden_layers"] = 10_000
     refuse(tiny.hf(), ParamsError, "10000 layers, but only")
+
+
+@pytest.mark.parametrize("case", ["qwen3_moe", "gpt_oss", "mixtral"])
+def test_more_experts_than_rows(case, tmp_path):
+    source = golden.family_folder(case)
+    config = json.loads((source / "config.json").read_text())
+    key = "num_experts" if "num_experts" in config else "num_local_experts"
+    (tmp_path / "config.json").write_text(json.dumps({**config, key: 10**9}))
+    shutil.copy(source / "model.safetensors", tmp_path)
+    refuse(tmp_path, ParamsError, "1000000000 experts, but no tensor has as many rows")
 
 
 @pytest.mark.parametrize(
