@@ -13,7 +13,7 @@ from typing import Any
 
 from converters.functional.packing import pack
 from converters.functional.rotary import Translation
-from funcrt.errors import ConfigError, FuncrtError, ParamsError, SourceError
+from funcrt.errors import ConfigError, FuncrtError, SourceError
 from funcrt.models import FAMILIES
 
 from mlx.nn.layers.base import Module
@@ -196,16 +196,15 @@ def check_has_module(config: Mapping[str, Any]) -> None:
 def suggesting_module(config: Mapping[str, Any]) -> Iterator[None]:
     """Let errors of a family here name mlx-lm's module, which is never taken in silence.
 
-    It may know settings and packings that the family does not; it would miss the same tensors.
+    It may know settings that the family does not; it would miss the same tensors.
     """
     try:
         yield
-    except (ConfigError, ParamsError) as error:
-        packed = config.get("quantization") or config.get("quantization_config")
-        way = _way(model_type_of(config)) if isinstance(error, ConfigError) or packed else ""
+    except ConfigError as error:
+        way = _way(model_type_of(config))
         if not way:
             raise
-        raise type(error)(
+        raise ConfigError(
             f"{error}; mlx-lm's module may know what this family does not, or pass over it: {way}"
         ) from error
 

@@ -318,7 +318,12 @@ def test_where_the_other_way_is_not_named(tmp_path: Path, monkeypatch: pytest.Mo
     write_config(folder, "llama", model_type="youtu", spiral=1.0)
     with pytest.raises(ConfigError) as unknown:
         converters.load(folder)
-    assert "via='mlx_lm'" not in f"{missing.value}{unknown.value}"
+    (tmp_path / "packed").mkdir()
+    save_packed(tmp_path / "packed", "mxfp4")
+    write_config(tmp_path / "packed", "qwen2", num_hidden_layers=5, quantization=PACKINGS["mxfp4"])
+    with pytest.raises(ParamsError) as packed:
+        converters.load(tmp_path / "packed")
+    assert "via='mlx_lm'" not in f"{missing.value}{unknown.value}{packed.value}"
     write_config(folder, "llama", spiral=1.0)
 
     def version(name: str) -> str:
