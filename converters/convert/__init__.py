@@ -9,11 +9,13 @@ from __future__ import annotations
 import errno
 import math
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import converters
 from converters.convert.matrices import Difference, Source
+from converters.convert.perplexity import encode, measure_perplexity
 from converters.convert.plan import Step, make_plan, quantization_settings
 from converters.convert.recipe import MODES, Recipe, Rule, load_rules, make_quantization
 from converters.convert.report import Perplexity, Report, TensorReport
@@ -63,7 +65,8 @@ def convert(
         dtype: of floating leaves, scales of affine packings too; None keeps theirs, so that scales
             have the dtype of the matrix that is packed.
         adapter: fused first, see `converters.load`.
-        text: also measure the perplexity of this text before and after.
+        text: also measure the perplexity of this text before and after, both in the dtype that
+            suits the device for the source (float32 on CPU).
         ignore: see `converters.load`.
         tick: called with bytes written, bytes in all and the name of the tensor that comes next.
         shard_bytes: what a weight file holds at most.
@@ -75,37 +78,29 @@ def convert(
         InputError: a recipe or a text that cannot be used.
         ParamsError: weights that are no finite numbers; see also `converters.load`.
     """
-    import converters
-    from converters.convert.perplexity import encode, measure_perplexity
-
     place = Path(target).expanduser().absolute()
     _check_places(Path(source).expanduser(), place)
     dtype = None if dtype is None else dtype_name(dtype)
-    with _small_cache():
-        model, rows = open_source(source, dtype, adapter, ignore)
-        tokens = None if text is None else encode(model, text)
-        params, steps = make_plan(model, rows, recipe, dtype)
-        entries = [entry for step in steps for entry in step.entries]
-        needed = sum(entry.nbytes for entry in entries) + header_bytes(entries)
-        _check_room(place, needed + _SMALL_FILES)
-        try:
-            with staging(place, KIND) as folder:
-                with Writer(folder, entries, shard_bytes) as writer:
-                    tensors, error = _write(params, steps, writer, tick)
-                    writer.finish()
-                _write_rest(model, steps, folder)
-                perplexity = None
-                if tokens is not None:
-                    loaded = converters.load(source, dtype, adapter, ignore=ignore)
-                    before = measure_perplexity(loaded, tokens)
-                    del loaded
-                    after = measure_perplexity(converters.load(folder, dtype), tokens)
-                    perplexity = before.compared_with(after)
-                publish(folder, place, KIND)
-        except FuncrtError:
-            raise
-        except (OSError, RuntimeError) as error_:
-            raise _failure(error_, place, needed) from error_
+    model, rows = open_source(source, dtype, adapter, ignore)
+    tokens = None if text is None else encode(model, text)
+    params, steps = make_plan(model, rows, recipe, dtype)
+    entries = [entry for step in steps for entry in step.entries]
+    needed = sum(entry.nbytes for entry in entries) + header_bytes(entries)
+    _check_room(place, needed + _SMALL_FILES)
+    perplexity = None
+    try:
+        with staging(place, KIND) as folder:
+            with Writer(folder, entries, shard_bytes) as writer, _small_cache():
+                tensors, error = _write(params, steps, writer, tick)
+                writer.finish()
+            _write_rest(model, steps, folder)
+            if tokens is not None:
+                perplexity = _compare(source, folder, tokens, adapter, ignore)
+            publish(folder, place, KIND)
+    except FuncrtError:
+        raise
+    except (OSError, RuntimeError) as error_:
+        raise _failure(error_, place, needed) from error_
     return Report(
         model_type=model.config.model_type,
         layers=model.config.num_layers,
@@ -178,6 +173,20 @@ def _write_rest(model: Model, steps: list[Step], folder: Path) -> None:
     save_json(folder / CONFIG, {**config, **quantization_settings(steps), MADE_BY: __version__})
     if model.tokenizer is not None:
         model.tokenizer.save(folder)
+
+
+def _compare(
+    source: str | Path,
+    folder: Path,
+    tokens: Sequence[int],
+    adapter: str | Path | None,
+    ignore: Collection[str],
+) -> Perplexity:
+    model = converters.load(source, adapter=adapter, ignore=ignore)
+    dtype = model.config.dtype
+    before = measure_perplexity(model, tokens)
+    del model  # one of the two at a time
+    return before.compared_with(measure_perplexity(converters.load(folder, dtype), tokens))
 
 
 # --- places --------------------------------------------------------------------------------------
