@@ -68,7 +68,7 @@ def convert(
         text: also measure the perplexity of this text before and after, both in the dtype that
             suits the device for the source (float32 on CPU).
         ignore: see `converters.load`.
-        tick: called with bytes written, bytes in all and the name of the tensor that comes next.
+        tick: called with bytes written, bytes in all and the name of the tensor at hand.
         shard_bytes: what a weight file holds at most.
 
     Raises:
@@ -118,14 +118,15 @@ def _write(
 ) -> tuple[list[TensorReport], float]:
     """Reports of all tensors, and the relative error of all of them together."""
     total = sum(entry.nbytes for step in steps for entry in step.entries)
-    done, reports = 0, []
+    reports = []
     squares = reference = 0.0
     for step in steps:
-        if tick is not None:
-            tick(done, total, step.output.base)
-        difference = _write_tensor(source, step, writer)
-        size = sum(entry.nbytes for entry in step.entries)
-        done += size
+
+        def report(name: str = step.output.base) -> None:
+            if tick is not None:
+                tick(writer.written, total, name)
+
+        difference = _write_tensor(source, step, writer, report)
         squares += difference.squares
         reference += difference.reference
         reports.append(
@@ -134,7 +135,7 @@ def _write(
                 shape=step.output.shape,
                 stored=step.stored.name,
                 written=step.written.name,
-                nbytes=size,
+                nbytes=sum(entry.nbytes for entry in step.entries),
                 relative_error=difference.relative,
                 max_error=difference.largest,
                 note=step.note,
@@ -145,8 +146,11 @@ def _write(
     return reports, math.sqrt(squares / reference) if reference else 0.0
 
 
-def _write_tensor(source: Source, step: Step, writer: Writer) -> Difference:
+def _write_tensor(
+    source: Source, step: Step, writer: Writer, report: Callable[[], None]
+) -> Difference:
     difference = Difference()
+    report()
     names = {entry.name.rpartition(".")[2]: entry.name for entry in step.entries}
     for piece in source.pieces(step.output):
         written = piece.to(step.written)
@@ -163,6 +167,7 @@ def _write_tensor(source: Source, step: Step, writer: Writer) -> Difference:
         for part, array in written.parts.items():
             mx.eval(array)
             writer.write(names[part] if part else step.output.name, array_bytes(array))
+        report()
     return difference
 
 
