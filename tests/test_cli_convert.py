@@ -97,10 +97,14 @@ def test_expanding(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "code", "match"),
     [
-        (("--quantize", "7"), 2, "affine packs with 2, 3, 4, 5, 6, 8, got 7"),
-        (("--quantize", "4", "--group-size", "48"), 2, "affine packs with 32, 64, 128, got 48"),
+        (("--quantize", "7"), 2, "--quantize: affine packs with 2, 3, 4, 5, 6, 8, got 7"),
+        (
+            ("--quantize", "4", "--group-size", "48"),
+            2,
+            "--group-size: affine packs with 32, 64, 128, got 48",
+        ),
         (("--quantize", "8", "--mode", "mxfp4"), 2, "mxfp4 packs with 4, got 8"),
-        (("--mode", "q4_k"), 2, "expected one of affine, mxfp4, mxfp8, nvfp4"),
+        (("--mode", "q4_k"), 2, "--mode: expected one of affine, mxfp4, mxfp8, nvfp4"),
         (("--group-size", "64"), 2, "--group-size needs --quantize or --mode"),
         (("--dequantize", "--quantize", "4"), 2, "exclude each other"),
         (("--recipe", "/nowhere.json"), 1, "cannot read the recipe /nowhere.json"),

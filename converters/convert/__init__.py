@@ -9,11 +9,13 @@ from __future__ import annotations
 import errno
 import math
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import converters
 from converters.convert.matrices import Difference, Source
+from converters.convert.perplexity import encode, measure_perplexity
 from converters.convert.plan import Step, make_plan, quantization_settings
 from converters.convert.recipe import MODES, Recipe, Rule, load_rules, make_quantization
 from converters.convert.report import Perplexity, Report, TensorReport
@@ -63,9 +65,10 @@ def convert(
         dtype: of floating leaves, scales of affine packings too; None keeps theirs, so that scales
             have the dtype of the matrix that is packed.
         adapter: fused first, see `converters.load`.
-        text: also measure the perplexity of this text before and after.
+        text: also measure the perplexity of this text before and after, both in the dtype that
+            suits the device for the source (float32 on CPU).
         ignore: see `converters.load`.
-        tick: called with bytes written, bytes in all and the name of the tensor that comes next.
+        tick: called with bytes written, bytes in all and the name of the tensor at hand.
         shard_bytes: what a weight file holds at most.
 
     Raises:
@@ -75,37 +78,29 @@ def convert(
         InputError: a recipe or a text that cannot be used.
         ParamsError: weights that are no finite numbers; see also `converters.load`.
     """
-    import converters
-    from converters.convert.perplexity import encode, measure_perplexity
-
     place = Path(target).expanduser().absolute()
     _check_places(Path(source).expanduser(), place)
     dtype = None if dtype is None else dtype_name(dtype)
-    with _small_cache():
-        model, rows = open_source(source, dtype, adapter, ignore)
-        tokens = None if text is None else encode(model, text)
-        params, steps = make_plan(model, rows, recipe, dtype)
-        entries = [entry for step in steps for entry in step.entries]
-        needed = sum(entry.nbytes for entry in entries) + header_bytes(entries)
-        _check_room(place, needed + _SMALL_FILES)
-        try:
-            with staging(place, KIND) as folder:
-                with Writer(folder, entries, shard_bytes) as writer:
-                    tensors, error = _write(params, steps, writer, tick)
-                    writer.finish()
-                _write_rest(model, steps, folder)
-                perplexity = None
-                if tokens is not None:
-                    loaded = converters.load(source, dtype, adapter, ignore=ignore)
-                    before = measure_perplexity(loaded, tokens)
-                    del loaded
-                    after = measure_perplexity(converters.load(folder, dtype), tokens)
-                    perplexity = before.compared_with(after)
-                publish(folder, place, KIND)
-        except FuncrtError:
-            raise
-        except (OSError, RuntimeError) as error_:
-            raise _failure(error_, place, needed) from error_
+    model, rows = open_source(source, dtype, adapter, ignore)
+    tokens = None if text is None else encode(model, text)
+    params, steps = make_plan(model, rows, recipe, dtype)
+    entries = [entry for step in steps for entry in step.entries]
+    needed = sum(entry.nbytes for entry in entries) + header_bytes(entries)
+    _check_room(place, needed + _SMALL_FILES)
+    perplexity = None
+    try:
+        with staging(place, KIND) as folder:
+            with Writer(folder, entries, shard_bytes) as writer, _small_cache():
+                tensors, error = _write(params, steps, writer, tick)
+                writer.finish()
+            _write_rest(model, steps, folder)
+            if tokens is not None:
+                perplexity = _compare(source, folder, tokens, adapter, ignore)
+            publish(folder, place, KIND)
+    except FuncrtError:
+        raise
+    except (OSError, RuntimeError) as error_:
+        raise _failure(error_, place, needed) from error_
     return Report(
         model_type=model.config.model_type,
         layers=model.config.num_layers,
@@ -123,14 +118,15 @@ def _write(
 ) -> tuple[list[TensorReport], float]:
     """Reports of all tensors, and the relative error of all of them together."""
     total = sum(entry.nbytes for step in steps for entry in step.entries)
-    done, reports = 0, []
+    reports = []
     squares = reference = 0.0
     for step in steps:
-        if tick is not None:
-            tick(done, total, step.output.base)
-        difference = _write_tensor(source, step, writer)
-        size = sum(entry.nbytes for entry in step.entries)
-        done += size
+
+        def report(name: str = step.output.base) -> None:
+            if tick is not None:
+                tick(writer.written, total, name)
+
+        difference = _write_tensor(source, step, writer, report)
         squares += difference.squares
         reference += difference.reference
         reports.append(
@@ -139,7 +135,7 @@ def _write(
                 shape=step.output.shape,
                 stored=step.stored.name,
                 written=step.written.name,
-                nbytes=size,
+                nbytes=sum(entry.nbytes for entry in step.entries),
                 relative_error=difference.relative,
                 max_error=difference.largest,
                 note=step.note,
@@ -150,8 +146,11 @@ def _write(
     return reports, math.sqrt(squares / reference) if reference else 0.0
 
 
-def _write_tensor(source: Source, step: Step, writer: Writer) -> Difference:
+def _write_tensor(
+    source: Source, step: Step, writer: Writer, report: Callable[[], None]
+) -> Difference:
     difference = Difference()
+    report()
     names = {entry.name.rpartition(".")[2]: entry.name for entry in step.entries}
     for piece in source.pieces(step.output):
         written = piece.to(step.written)
@@ -168,6 +167,7 @@ def _write_tensor(source: Source, step: Step, writer: Writer) -> Difference:
         for part, array in written.parts.items():
             mx.eval(array)
             writer.write(names[part] if part else step.output.name, array_bytes(array))
+        report()
     return difference
 
 
@@ -178,6 +178,20 @@ def _write_rest(model: Model, steps: list[Step], folder: Path) -> None:
     save_json(folder / CONFIG, {**config, **quantization_settings(steps), MADE_BY: __version__})
     if model.tokenizer is not None:
         model.tokenizer.save(folder)
+
+
+def _compare(
+    source: str | Path,
+    folder: Path,
+    tokens: Sequence[int],
+    adapter: str | Path | None,
+    ignore: Collection[str],
+) -> Perplexity:
+    model = converters.load(source, adapter=adapter, ignore=ignore)
+    dtype = model.config.dtype
+    before = measure_perplexity(model, tokens)
+    del model  # one of the two at a time
+    return before.compared_with(measure_perplexity(converters.load(folder, dtype), tokens))
 
 
 # --- places --------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ mlx-lm does it). `converters.mlx_names` undoes all of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -237,10 +237,6 @@ def _parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def shares(outputs: list[Output]) -> Iterator[tuple[str, int]]:
+def shares(outputs: list[Output]) -> dict[str, int]:
     """How many outputs are made of each tensor of the family."""
-    counts: dict[str, int] = {}
-    for output in outputs:
-        for member in output.members:
-            counts[member] = counts.get(member, 0) + 1
-    yield from counts.items()
+    return dict(Counter(member for output in outputs for member in output.members))

@@ -65,7 +65,7 @@ def make_plan(
     outputs = mlx_layout(model, family) if any_packed else family
     params = dict(model.params)
     model.params.clear()  # so that a tensor is gone once it is written
-    source = Source(params, dict(shares(outputs)), packed, rows)
+    source = Source(params, shares(outputs), packed, rows)
     floats = FLOATS[dtype] if dtype else common_dtype(params)
     return source, [_step(source, output, targets, recipe, dtype, floats) for output in outputs]
 

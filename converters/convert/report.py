@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 
@@ -79,7 +79,7 @@ class Report:
     relative_error: float
     tensors: tuple[TensorReport, ...]
     notes: tuple[str, ...] = ()
-    perplexity: Perplexity | None = field(default=None)
+    perplexity: Perplexity | None = None
 
     @property
     def changed(self) -> list[TensorReport]:

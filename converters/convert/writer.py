@@ -59,6 +59,7 @@ class Writer:
 
     Attributes:
         files: how many there are, beside an index.
+        written: bytes of tensors so far.
 
     Raises OSError if a file cannot be written.
     """
@@ -70,6 +71,7 @@ class Writer:
         self._places: dict[str, _Place] = {}
         shards = _cut(entries, shard_bytes)
         self.files = len(shards)
+        self.written = 0
         weight_map: dict[str, str] = {}
         for number, shard in enumerate(shards, 1):
             single = len(shards) == 1
@@ -101,6 +103,7 @@ class Writer:
         _write_all(place.handle, content, place.offset)
         place.offset += len(content)
         place.left -= len(content)
+        self.written += len(content)
 
     def finish(self) -> None:
         """Check that every tensor is complete."""

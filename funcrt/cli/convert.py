@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from converters.convert import Recipe, Report
 
 _SHOWN = 12  # tensors of the table
+_OPTIONS = {"bits": "--quantize", "group_size": "--group-size", "mode": "--mode"}
 
 
 def convert(
@@ -65,7 +66,7 @@ def convert(
     chosen = _recipe(quantize, group_size, mode, dequantize, recipe)
     content = None if text is None else _read_text(text)
     begin = time.perf_counter()
-    with terminal.progress(f"Converting {source}", in_bytes=True) as tick:
+    with terminal.progress("Converting", in_bytes=True) as tick:
         report = conversion.convert(
             source, target, recipe=chosen, dtype=dtype, adapter=adapter, text=content,
             ignore=ignore or (), tick=tick,
@@ -94,7 +95,8 @@ def _recipe(
         try:
             packing = make_quantization(bits, group_size, mode or "affine")
         except InputError as error:
-            raise typer.BadParameter(str(error)) from None
+            name, _, rest = str(error).partition(": ")
+            raise typer.BadParameter(f"{_OPTIONS[name]}: {rest}") from None
         recipe = Recipe(otherwise=packing)
     return recipe if path is None else dataclasses.replace(recipe, rules=load_rules(path))
 
