@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tests.mlx_lm_extra  # noqa: F401  (skips without mlx-lm)
 from converters import formats
+from converters.gguf.architectures import ARCHITECTURES
 from funcrt.models import FAMILIES
 
 
@@ -12,4 +13,8 @@ def test_the_page_is_as_committed() -> None:
 
 
 def test_every_family_has_a_row() -> None:
-    assert [row.model_type for row in formats.rows()] == sorted(FAMILIES)
+    rows = {row.model_type: row for row in formats.rows()}
+    assert list(rows) == sorted(FAMILIES)
+    assert rows["mixtral"].gguf == rows["mistral"].gguf == ("llama",)
+    assert rows["llama"].mlx
+    assert {name for row in rows.values() for name in row.gguf} <= set(ARCHITECTURES)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import converters
 from converters import gguf as reader
-from converters.gguf import support
 from converters.gguf.architectures import ARCHITECTURES
 from funcrt.models import FAMILIES
 from tests.converters.gguf_copies import requantized, write
@@ -72,16 +71,6 @@ def test_names_come_from_the_header_alone(case):
     assert len(opened.pieces) <= len(shapes)
     spec = converters.load(gguf_cases.FILES / f"{case}.gguf").spec
     assert shapes.keys() == spec.keys()
-
-
-def test_the_table_of_formats_names_every_family():
-    rows = support.rows()
-    assert [row.model_type for row in rows] == sorted(FAMILIES)
-    by_type = {row.model_type: row for row in rows}
-    assert by_type["mixtral"].gguf == by_type["mistral"].gguf == ("llama",)
-    assert by_type["llama"].mlx
-    assert {name for row in rows for name in row.gguf} <= set(ARCHITECTURES)
-    assert support.table().count("\n") == len(rows) + 1
 
 
 def test_heads_of_norms_are_split(tmp_path: Path):
