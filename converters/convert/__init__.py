@@ -19,7 +19,7 @@ from converters.convert.perplexity import encode, measure_perplexity
 from converters.convert.plan import Step, make_plan, quantization_settings
 from converters.convert.recipe import MODES, Recipe, Rule, load_rules, make_quantization
 from converters.convert.report import Perplexity, Report, TensorReport
-from converters.convert.sources import open_source
+from converters.convert.sources import fused, open_source
 from converters.convert.writer import SHARD_BYTES, Writer, header_bytes
 from funcrt._version import __version__
 from funcrt.errors import FuncrtError, ParamsError, PublishError, SourceError
@@ -64,7 +64,7 @@ def convert(
         recipe: what becomes of matrices; the default keeps them as they are stored.
         dtype: of floating leaves, scales of affine packings too; None keeps theirs, so that scales
             have the dtype of the matrix that is packed.
-        adapter: fused first, see `converters.load`.
+        adapter: fused first; the sums are packed once, and what that changes is reported.
         text: also measure the perplexity of this text before and after, both in the dtype that
             suits the device for the source (float32 on CPU).
         ignore: see `converters.load`.
@@ -81,9 +81,10 @@ def convert(
     place = Path(target).expanduser().absolute()
     _check_places(Path(source).expanduser(), place)
     dtype = None if dtype is None else dtype_name(dtype)
-    model, rows = open_source(source, dtype, adapter, ignore)
+    opened = open_source(source, dtype, adapter, ignore)
+    model = opened.model
     tokens = None if text is None else encode(model, text)
-    params, steps = make_plan(model, rows, recipe, dtype)
+    params, steps = make_plan(opened, recipe, dtype)
     entries = [entry for step in steps for entry in step.entries]
     needed = sum(entry.nbytes for entry in entries) + header_bytes(entries)
     _check_room(place, needed + _SMALL_FILES)
@@ -187,7 +188,11 @@ def _compare(
     adapter: str | Path | None,
     ignore: Collection[str],
 ) -> Perplexity:
-    model = converters.load(source, adapter=adapter, ignore=ignore)
+    if adapter is None:
+        model = converters.load(source, ignore=ignore)
+    else:  # with the sums as they are, not packed again
+        model = fused(source, None, adapter, ignore).model
+        mx.eval(model.params)
     dtype = model.config.dtype
     before = measure_perplexity(model, tokens)
     del model  # one of the two at a time

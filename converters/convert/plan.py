@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from converters.convert.layout import Output, family_layout, mlx_layout, shares
 from converters.convert.matrices import Form, Source
 from converters.convert.recipe import Recipe, Target
+from converters.convert.sources import Opened
 from converters.convert.writer import Entry
 from funcrt.errors import InputError
-from funcrt.model import Model
 from funcrt.packing import Quantization, packed_shape
 from funcrt.params import FLOATS, Params, cast
-
-if TYPE_CHECKING:
-    from converters.convert.gguf_rows import GGUFRows
 
 import mlx.core as mx
 
@@ -43,14 +39,11 @@ class Step:
         return self.stored == self.written and self.output.change != "one"
 
 
-def make_plan(
-    model: Model, rows: GGUFRows | None, recipe: Recipe, dtype: str | None
-) -> tuple[Source, list[Step]]:
+def make_plan(opened: Opened, recipe: Recipe, dtype: str | None) -> tuple[Source, list[Step]]:
     """What to read, and the steps in order.
 
     Args:
-        model: lazy; its params are taken from it.
-        rows: see `Source`.
+        opened: the params are taken from its model.
         recipe: what becomes of matrices.
         dtype: of floating leaves; None keeps theirs.
 
@@ -58,9 +51,10 @@ def make_plan(
         InputError: a rule that decides nothing, or differs within a stack of experts.
         ParamsError: experts that are packed differently from each other and should stay so.
     """
+    model, rows, before = opened
     family, packed = family_layout(model)
     recipe.check(name for output in family if output.packable for name in output.matrices)
-    targets = {n: _target(recipe, n) for output in family for n in output.matrices}
+    targets = {n: _target(recipe, n, before) for output in family for n in output.matrices}
     any_packed = any(_is_packed(output, targets[output.base], packed) for output in family)
     outputs = mlx_layout(model, family) if any_packed else family
     params = dict(model.params)
@@ -95,9 +89,10 @@ def quantization_settings(steps: Iterable[Step]) -> dict[str, object]:
     return {"quantization": {**common._asdict(), **others}}
 
 
-def _target(recipe: Recipe, name: str) -> Target:
+def _target(recipe: Recipe, name: str, before: Mapping[str, Quantization]) -> Target:
     rule = recipe.rule_for(name)
-    return recipe.otherwise if rule is None else rule.target
+    target = recipe.otherwise if rule is None else rule.target
+    return before.get(name, target) if target == "keep" else target
 
 
 def _is_packed(output: Output, target: Target, packed: dict[str, Quantization]) -> bool:

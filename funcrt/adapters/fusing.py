@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from funcrt.adapters.adapter import Adapter, Change, misfits, refuse, whole_tensors
-from funcrt.packing import Quantization, Transposed, dequantize, quantization_of
+from funcrt.packing import PARTS, Quantization, Transposed, dequantize, quantization_of
 from funcrt.params import Params, ParamSpec
 
 import mlx.core as mx
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from funcrt.model import Model
 
 
-def fuse(model: Model, adapter: Adapter, *, lazy: bool = False) -> Model:
+def fuse(model: Model, adapter: Adapter, *, lazy: bool = False, expand: bool = False) -> Model:
     """The fine-tune itself: changes are added in float32, and the sums rounded once.
 
     Sums are stored in the dtype of their matrix. A packed matrix is expanded, changed and packed
@@ -24,6 +24,8 @@ def fuse(model: Model, adapter: Adapter, *, lazy: bool = False) -> Model:
         model: the base.
         adapter: what is added.
         lazy: leave the sums to be computed when they are used.
+        expand: leave the sums of packed matrices dense, in the dtype of their scales, float32 where
+            those are no floats: for who packs them again otherwise.
 
     Raises:
         ParamsError: changes that do not fit the model, all named.
@@ -32,8 +34,13 @@ def fuse(model: Model, adapter: Adapter, *, lazy: bool = False) -> Model:
     refuse(adapter, [p for n, c in adapter.changes.items() for p in misfits(model, n, c)])
     packed = 0
     for name, change in adapter.changes.items():
-        packed += f"{name}.scales" in params
-        made = fuse_matrix(model.spec, params, name, change)
+        if expand and f"{name}.scales" in params:
+            made = _expand(model.spec, params, name, change)
+            for part in PARTS:
+                params.pop(f"{name}.{part}", None)
+        else:
+            packed += f"{name}.scales" in params
+            made = fuse_matrix(model.spec, params, name, change)
         if not lazy:
             mx.eval(made)  # one by one: only one's intermediates exist at a time
         params |= made
@@ -65,9 +72,20 @@ def _changed(dense: mx.array, change: Change) -> mx.array:
     return dense * (change.magnitude.astype(mx.float32)[..., None] / length)
 
 
+def _expand(spec: ParamSpec, params: Params, name: str, change: Change) -> Params:
+    """The dense sum, as a packed matrix's family would store it."""
+    packing = quantization_of(params, name, change.a.shape[-1])
+    assert packing is not None  # `misfits` has found it to be
+    scales = params[f"{name}.scales"].dtype
+    dense = _changed(dequantize(params, name, packing), change)
+    stored = name if name in spec else f"{name}.weight"
+    dense = dense.swapaxes(-1, -2) if isinstance(spec.get(stored), Transposed) else dense
+    return {stored: dense.astype(scales if mx.issubdtype(scales, mx.floating) else mx.float32)}
+
+
 def _pack(params: Params, name: str, dense: mx.array, packing: Quantization) -> Params:
     parts = mx.quantize(dense, group_size=packing.group_size, bits=packing.bits, mode=packing.mode)
-    names = [f"{name}.{part}" for part in ("weight", "scales", "biases")]
+    names = [f"{name}.{part}" for part in PARTS]
     return {
         part: array.astype(params[part].dtype) for part, array in zip(names, parts, strict=False)
     }

@@ -234,6 +234,51 @@ def test_an_adapter_is_fused_first(tmp_path: Path) -> None:
     assert any(not mx.array_equal(model.params[n], array) for n, array in plain.params.items())
 
 
+@pytest.mark.parametrize("mode", ["affine", "mxfp4"])
+@pytest.mark.parametrize("case", ["mistral", "gpt_oss"])
+def test_sums_of_packed_matrices_and_an_adapter_are_packed_once(
+    case: str, mode: str, tmp_path: Path
+) -> None:
+    packing = make_quantization(4, 32) if mode == "affine" else make_quantization(mode=mode)
+    source, out, eight = tmp_path / "packed", tmp_path / "out", make_quantization(8, 32)
+    convert(golden.family_folder(case), source, recipe=Recipe(otherwise=packing), dtype="float32")
+    base = converters.load(source)
+    name = "model.layers.0.self_attn.q_proj"
+    change = _write_adapter(tmp_path / "adapter", name, base)
+    total = base.in_float32().params[f"{name}.weight"] + change
+    report, model = packed_by(Recipe(otherwise="dense"), source, out, adapter=tmp_path / "adapter")
+    found = model.params[f"{name}.weight"]
+    assert found.dtype == mx.float32
+    assert relative_error(found, total) < 1e-6
+    assert not report.changed
+    for target, how in ((eight, eight), ("keep", packing)):
+        report, model = packed_by(
+            Recipe(otherwise=target), source, out, adapter=tmp_path / "adapter"
+        )
+        assert weights.packings(model.spec, model.params)[name] == how
+        arrays = mx.quantize(total, group_size=32, bits=how.bits, mode=how.mode)
+        assert mx.array_equal(model.params[f"{name}.weight"], arrays[0])
+        assert named(report, name).relative_error > 0
+        assert (
+            weights.packings(model.spec, model.params).keys()
+            == weights.packings(base.spec, base.params).keys()
+        )
+
+
+def _write_adapter(folder: Path, name: str, base: Model) -> mx.array:
+    """One of PEFT's with a change of one matrix, which is returned."""
+    outputs, inputs = base.spec[f"{name}.weight"]
+    a, b = mx.random.normal((2, inputs), key=mx.random.key(0)), mx.ones((outputs, 2)) / 8
+    folder.mkdir()
+    mx.save_safetensors(
+        str(folder / "adapter_model.safetensors"),
+        {f"base_model.model.{name}.lora_A.weight": a, f"base_model.model.{name}.lora_B.weight": b},
+    )
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return b @ a
+
+
 def _add_output(kind: Kind) -> Any:
     rng = np.random.default_rng(0)
     if kind is not Kind.Q6_K:  # which gguf cannot quantize to
