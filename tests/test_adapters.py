@@ -218,3 +218,10 @@ def test_new_adapters_are_the_same_for_the_same_seed():
         adapters.init_adapter(model, 2, ["q_proj", "nose"])
     with pytest.raises(ParamsError, match="rank"):
         adapters.init_adapter(model, 0)
+
+
+def test_errors_name_matrices_in_order() -> None:
+    change = adapters.Change(mx.zeros((1, 3)), mx.zeros((5, 1)))
+    names = [f"model.layers.{i}.self_attn.q_proj" for i in (1, 0)]
+    with pytest.raises(ParamsError, match=r"base: model\.layers\.0.*; model\.layers\.1"):
+        adapters.fuse(model_of("float32"), Adapter("other", dict.fromkeys(names, change)))

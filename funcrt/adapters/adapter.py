@@ -87,5 +87,5 @@ def refuse(adapter: Adapter, problems: Sequence[str], most: int = 8) -> None:
     """Raise ParamsError if there are problems, naming the first of them."""
     if problems:
         rest = f" and {len(problems) - most} more" if len(problems) > most else ""
-        listed = "; ".join(problems[:most]) + rest
+        listed = "; ".join(sorted(problems)[:most]) + rest  # files are read in any order
         raise ParamsError(f"adapter {adapter.name} does not fit this base: {listed}")
