@@ -8,7 +8,7 @@ from typing import Any
 
 from converters import multimodal, published
 from converters.checkpoint import Checkpoint
-from funcrt.errors import ParamsError, SourceError
+from funcrt.errors import ParamsError, SourceError, some_of
 from funcrt.models import read_config
 from funcrt.params import Params
 from funcrt.storage import load_arrays, load_json
@@ -137,7 +137,7 @@ def read_safetensors(
     )
     if refused:
         raise ParamsError(
-            f"{path} has tensors of types that are not supported: {_listed(refused)}; "
+            f"{path} has tensors of types that are not supported: {some_of(refused)}; "
             f"supported: {', '.join(_DTYPES)}"
         )
     return load_arrays(path)
@@ -154,7 +154,7 @@ def _check_header(path: Path, expected: Iterable[str]) -> dict[str, str]:
         ) from None
     missing = sorted(set(expected) - kinds.keys())
     if missing:
-        raise SourceError(f"{path} lacks tensors that the index places there: {_listed(missing)}")
+        raise SourceError(f"{path} lacks tensors that the index places there: {some_of(missing)}")
     return kinds
 
 
@@ -169,7 +169,7 @@ def _weight_files(folder: Path) -> dict[str, list[str]]:
         return {found[0]: []}
     if found:
         raise SourceError(
-            f"{folder} has {len(found)} safetensors files but no {INDEX}: {_listed(found)}"
+            f"{folder} has {len(found)} safetensors files but no {INDEX}: {some_of(found)}"
         )
     if any(any(folder.glob(pattern)) for pattern in _PICKLES):
         raise SourceError(
@@ -192,7 +192,7 @@ def _read_index(folder: Path) -> dict[str, list[str]]:
         files.setdefault(name, []).append(tensor)
     missing = sorted(name for name in files if not (folder / name).is_file())
     if missing:
-        raise SourceError(f"{folder} lacks files that its index names: {_listed(missing)}")
+        raise SourceError(f"{folder} lacks files that its index names: {some_of(missing)}")
     return files
 
 
@@ -204,8 +204,3 @@ def _leaves(name: str) -> bool:
 def _hint(folder: Path) -> str:
     files = sorted(path.name for path in folder.glob("*.gguf"))
     return f"; to read a GGUF file name it: {folder / files[0]}" if files else ""
-
-
-def _listed(names: list[str], most: int = 8) -> str:
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + rest

@@ -12,10 +12,10 @@ are, which is at least as exact.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from funcrt.errors import ConfigError, ParamsError
+from funcrt.errors import ConfigError, ParamsError, some_of
 from funcrt.packing import expand_e8m0, expand_fp8, unfit_scales
 from funcrt.params import FLOATS, Params, ParamSpec, packings
 
@@ -82,7 +82,8 @@ def expand(config: Mapping[str, Any], params: Params, dtype: str | None = None) 
     ]
     if bare:
         raise ParamsError(
-            f"tensors of one byte a value have no scales that say what they mean: {_listed(bare)}"
+            "tensors of one byte a value have no scales that say what they mean: "
+            f"{some_of(sorted(bare))}"
         )
     return params
 
@@ -102,8 +103,8 @@ def _refuse(flags: Mapping[str, mx.array]) -> None:
     mx.eval(list(flags.values()))
     if wrong := [name for name, flag in flags.items() if flag.item()]:
         raise ParamsError(
-            f"scales that are no finite numbers: {_listed(wrong)}; the file is damaged or was "
-            "quantized wrongly: fetch or quantize it again"
+            f"scales that are no finite numbers: {some_of(sorted(wrong))}; the file is damaged or "
+            "was quantized wrongly: fetch or quantize it again"
         )
 
 
@@ -156,7 +157,7 @@ def _expand_fp8(settings: Mapping[str, Any], params: Params, dtype: mx.Dtype) ->
         else:
             dense[target] = _scaled(codes, scale, sizes).astype(dtype)
     if problems:
-        raise ParamsError(f"fp8 weights and scales do not fit: {_listed(problems)}")
+        raise ParamsError(f"fp8 weights and scales do not fit: {some_of(sorted(problems))}")
     _refuse(flags)
     return {name: array for name, array in dense.items() if not name.endswith(_ACTIVATIONS)}
 
@@ -191,9 +192,3 @@ def _scaled(codes: mx.array, scale: mx.array, sizes: tuple[int, int]) -> mx.arra
     scale = scale.reshape(1 if whole else (*stack, tall, 1, wide, 1))
     values = (expand_fp8(blocks) * scale).reshape(*stack, tall * down, wide * across)
     return values[..., :rows, :columns]
-
-
-def _listed(names: Iterable[str], most: int = 8) -> str:
-    listed = sorted(names)
-    rest = f" and {len(listed) - most} more" if len(listed) > most else ""
-    return ", ".join(listed[:most]) + rest

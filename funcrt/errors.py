@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class FuncrtError(Exception):
     """Base of every error that funcrt raises on purpose. The command line prints it as one line."""
@@ -49,3 +51,9 @@ class PublishError(FuncrtError, OSError):
 
 class TextError(FuncrtError, ValueError):
     """A tokenizer or chat template is missing, unknown or broken."""
+
+
+def some_of(items: Sequence[str], most: int = 8, separator: str = ", ") -> str:
+    """The first of them for a message, and how many more there are."""
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return separator.join(items[:most]) + more

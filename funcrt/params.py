@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from funcrt import low_rank
-from funcrt.errors import ParamsError
+from funcrt.errors import ParamsError, some_of
 from funcrt.low_rank import Places
 from funcrt.machine import available_memory
 from funcrt.packing import (
@@ -93,17 +93,12 @@ def check_params(
     problems += wrong
     unknown = [name for name in params if name not in ordered]
     if missing:
-        problems.insert(0, f"missing: {_listed(missing)}")
+        problems.insert(0, f"missing: {some_of(sorted(missing), 12)}")
     if unknown:
-        problems.append(f"unknown: {_listed(unknown)}")
+        problems.append(f"unknown: {some_of(sorted(unknown), 12)}")
     if problems:
         raise ParamsError("weights do not match the config; " + "; ".join(problems))
     return ordered
-
-
-def _listed(names: list[str], most: int = 12) -> str:
-    shown = ", ".join(sorted(names)[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 def packings(spec: ParamSpec, params: Mapping[str, mx.array]) -> dict[str, Quantization]:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from converters import mlx_names, multimodal
 from funcrt.bundle import Bundle
 from funcrt.config import ModelConfig
-from funcrt.errors import ParamsError
+from funcrt.errors import ParamsError, some_of
 from funcrt.layers import Part
 from funcrt.layers.moe import Experts
 from funcrt.model import Model
@@ -102,11 +102,9 @@ class Places:
             )
 
 
-def rest(tensors: Mapping[str, mx.array], used: Collection[str], most: int = 8) -> str:
+def rest(tensors: Mapping[str, mx.array], used: Collection[str]) -> str:
     """The names that were not used, for an error; empty if all were."""
-    left = sorted(set(tensors) - set(used))
-    more = f" and {len(left) - most} more" if len(left) > most else ""
-    return ", ".join(left[:most]) + more
+    return some_of(sorted(set(tensors) - set(used)))
 
 
 def scaled(array: mx.array, scale: float) -> mx.array:

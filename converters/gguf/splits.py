@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from converters.gguf.file import GGUFFile, GGUFTensor, read_header
-from funcrt.errors import SourceError
+from funcrt.errors import SourceError, some_of
 
 _PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _MOST = 9999  # parts; a larger count is damage
@@ -64,7 +64,6 @@ def _part_paths(path: Path, count: int) -> list[Path]:
     missing = [part.name for part in paths if not part.is_file()]
     if missing:
         raise SourceError(
-            f"{path} is one of {count} parts, but beside it there is no {', '.join(missing[:8])}"
-            + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+            f"{path} is one of {count} parts, but beside it there is no {some_of(missing)}"
         )
     return paths

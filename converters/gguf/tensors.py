@@ -23,7 +23,7 @@ from math import prod
 from typing import Any
 
 from converters.gguf.file import GGUFFile, GGUFTensor
-from funcrt.errors import ParamsError, SourceError
+from funcrt.errors import ParamsError, SourceError, some_of
 
 import mlx.core as mx
 import numpy as np
@@ -107,10 +107,7 @@ def check_kinds(file: GGUFFile) -> None:
         if tensor.kind not in known:
             unreadable.setdefault(tensor.kind, []).append(tensor.name)
     if unreadable:
-        parts = [
-            f"{kind} ({', '.join(names[:3])}{f' and {len(names) - 3} more' * (len(names) > 3)})"
-            for kind, names in unreadable.items()
-        ]
+        parts = [f"{kind} ({some_of(names, 3)})" for kind, names in unreadable.items()]
         raise SourceError(
             f"{file.path} has tensors of types that are not supported: {'; '.join(parts)}; "
             f"use a file with {', '.join(known)}"

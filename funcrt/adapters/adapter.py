@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from funcrt.errors import ParamsError
+from funcrt.errors import ParamsError, some_of
 from funcrt.packing import Transposed, check_packed
 from funcrt.params import Params
 
@@ -83,9 +83,8 @@ def whole_tensors(model: Model, adapter: Adapter) -> Params:
     return {name: array.astype(model.params[name].dtype) for name, array in adapter.whole.items()}
 
 
-def refuse(adapter: Adapter, problems: Sequence[str], most: int = 8) -> None:
+def refuse(adapter: Adapter, problems: Sequence[str]) -> None:
     """Raise ParamsError if there are problems, naming the first of them."""
     if problems:
-        rest = f" and {len(problems) - most} more" if len(problems) > most else ""
-        listed = "; ".join(sorted(problems)[:most]) + rest  # files are read in any order
+        listed = some_of(sorted(problems), separator="; ")  # files are read in any order
         raise ParamsError(f"adapter {adapter.name} does not fit this base: {listed}")

@@ -39,7 +39,7 @@ from funcrt.bundle.manifest import (
 )
 from funcrt.bundle.verifier import Progress
 from funcrt.cache import CacheLayout
-from funcrt.errors import BundleError, FuncrtError
+from funcrt.errors import BundleError, FuncrtError, some_of
 from funcrt.flat import flatten
 from funcrt.model import Model
 from funcrt.params import Params
@@ -297,9 +297,9 @@ def _follow(lines: Iterable[str], tick: _Ticker) -> list[dict[str, Any]]:
 def _list(failed: Sequence[dict[str, Any]], most: int = 4) -> str:
     listed = [
         f"{check['function']} {check['check']} {check['measured']} (at most {check['allowed']})"
-        for check in failed[:most]
+        for check in failed
     ]
-    return "; ".join(listed) + (f" and {len(failed) - most} more" if len(failed) > most else "")
+    return some_of(listed, most, "; ")
 
 
 def _silent(done: int, total: int, item: str) -> None:

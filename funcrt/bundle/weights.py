@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from funcrt.bundle.manifest import ArraySpec, Manifest, describe_arrays
-from funcrt.errors import BundleError, ParamsError, SourceError
+from funcrt.errors import BundleError, ParamsError, SourceError, some_of
 from funcrt.params import FLOATS, Params
 from funcrt.storage import load_arrays
 
@@ -51,9 +51,8 @@ def as_stored(params: Mapping[str, mx.array], specs: Sequence[ArraySpec]) -> Par
             continue
         cast[name] = array.astype(dtype)
     if problems:
-        more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise ParamsError(
-            f"weights do not fit the exported functions: {'; '.join(problems[:8])}{more}; "
+            f"weights do not fit the exported functions: {some_of(problems, separator='; ')}; "
             "export the model that has them"
         )
     return cast
