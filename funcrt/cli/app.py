@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import os
+import signal
 import sys
 from collections.abc import Callable
 from importlib import metadata
@@ -81,4 +82,8 @@ def run() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # None where it was closed
             stream.reconfigure(errors="replace")  # a terminal that lacks a character shows ?
+    for name in ("SIGTERM", "SIGHUP"):  # as Ctrl-C, so that nothing half-made is left behind
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:  # not below nohup
+            signal.signal(number, signal.default_int_handler)
     app(prog_name="funcrt")
