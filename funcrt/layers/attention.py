@@ -50,19 +50,28 @@ class Attention(Part):
         return self.out(run, self.look(run, *self.project(run, x)))
 
     def project(self, run: Run, x: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        """Queries `[B, H, T, D]`, keys and values `[B, K, T, D]`, before norms and turning."""
+        """Queries `[B, H, T, D]`, keys and values `[B, K, T, D]`, normed and turned."""
         heads, kv = self.heads, self.kv_heads
         qkv = self.qkv(run, x).reshape(*x.shape[:2], heads + 2 * kv, self.head_dim)
         qkv = qkv.swapaxes(1, 2)
-        return qkv[:, :heads], qkv[:, heads : heads + kv], qkv[:, heads + kv :]
+        qk, v = qkv[:, : heads + kv], qkv[:, heads + kv :]
+        if self.q_norm is None and self.k_norm is None:
+            qk = self.turn(run, qk)  # one rotation for both
+            return qk[:, :heads], qk[:, heads:], v
+        return *self.norm_and_turn(run, qk[:, :heads], qk[:, heads:]), v
 
-    def look(self, run: Run, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-        """What projected queries see: `[B, T, H D]`."""
+    def norm_and_turn(self, run: Run, q: mx.array, k: mx.array) -> tuple[mx.array, mx.array]:
+        """Norm and turn queries and keys that are apart."""
         q = q if self.q_norm is None else self.q_norm(run, q)
         k = k if self.k_norm is None else self.k_norm(run, k)
-        if self.rope is not None:
-            rotary = run.rotary(self.rope, self.head_dim)
-            q, k = rotary(q), rotary(k)
+        return self.turn(run, q), self.turn(run, k)
+
+    def turn(self, run: Run, x: mx.array) -> mx.array:
+        """`x [B, N, T, D]` by its positions."""
+        return x if self.rope is None else run.rotary(self.rope, self.head_dim)(x)
+
+    def look(self, run: Run, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+        """What queries see, all three as `project` gives them: `[B, T, H D]`."""
         out = run.attend(
             self.layer, q, k, v, scale=self.scale, softcap=self.softcap, window=self.window,
             sinks=None if self.sinks is None else run.params[self.sinks],
@@ -93,7 +102,8 @@ class GatedAttention(Attention):
         gated, kept = mx.split(self.qkv(run, x), [2 * heads * width], axis=-1)
         q, gate = mx.split(gated.reshape(*x.shape[:2], heads, 2 * width), 2, axis=-1)
         kept = kept.reshape(*x.shape[:2], 2 * kv, width).swapaxes(1, 2)
-        out = self.look(run, q.swapaxes(1, 2), kept[:, :kv], kept[:, kv:])
+        q, k = self.norm_and_turn(run, q.swapaxes(1, 2), kept[:, :kv])
+        out = self.look(run, q, k, kept[:, kv:])
         return self.out(run, out * mx.sigmoid(gate.reshape(out.shape)))
 
 

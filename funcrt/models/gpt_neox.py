@@ -66,7 +66,7 @@ class HeadByHead(Attention):
     def project(self, run: Run, x: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         qkv = self.qkv(run, x).reshape(*x.shape[:2], self.heads, 3 * self.head_dim)
         q, k, v = mx.split(qkv.swapaxes(1, 2), 3, axis=-1)
-        return q, k, v
+        return *self.norm_and_turn(run, q, k), v
 
 
 def network(config: Config) -> Network:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from funcrt.config import ModelConfig
@@ -34,12 +34,11 @@ class WideNormAttention(Attention):
     all_k_norm: Part
 
     def project(self, run: Run, x: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        """See `Attention`; the norms are done."""
         ends = [self.heads * self.head_dim, (self.heads + self.kv_heads) * self.head_dim]
         q, k, v = mx.split(self.qkv(run, x), ends, axis=-1)
         normed = (self.all_q_norm(run, q), self.all_k_norm(run, k), v)
         q, k, v = (a.reshape(*x.shape[:2], -1, self.head_dim).swapaxes(1, 2) for a in normed)
-        return q, k, v
+        return *self.norm_and_turn(run, q, k), v
 
 
 def network(config: Config) -> Network:
@@ -63,7 +62,7 @@ def attention(config: ModelConfig, i: int) -> WideNormAttention:
     name, d, eps = f"model.layers.{i}.self_attn", config.head_dim, config.norm_eps
     plain = llama.attention(config, i)
     return WideNormAttention(
-        **{field.name: getattr(plain, field.name) for field in fields(plain)},
+        **vars(plain),
         all_q_norm=RMSNorm(f"{name}.q_norm", config.num_heads * d, eps),
         all_k_norm=RMSNorm(f"{name}.k_norm", config.num_kv_heads * d, eps),
     )
