@@ -155,17 +155,22 @@ def layout_of(
     A state of another model gives some layout, which `check_state` then refuses.
     """
     bits = max_tokens = None
-    whole = {entry.name: entry for entry in spec_of(FULL)}
     for name, array in state.items():
         part = name.rsplit(".", maxsplit=1)[-1]
-        if part == "keys" and array.dtype == mx.uint32 and array.ndim == 4 and name in whole:
-            bits = array.shape[-1] * 32 // int(whole[name].shape[-1])
-    rings = {entry.name: entry for entry in spec_of(CacheLayout(max_tokens=1))}
-    for name, array in state.items():
-        if name in rings and rings[name].kind == "ring" and array.ndim == 4:
-            max_tokens = array.shape[2] - int(rings[name].shape[2]) + 1
-            break
+        if part == "keys" and bits is None and array.dtype == mx.uint32 and array.ndim == 4:
+            width = _last_sizes(spec_of(FULL), name)[1]
+            bits = array.shape[-1] * 32 // width if width else None
+        elif part == "ring_keys" and max_tokens is None and array.ndim == 4:
+            slots = _last_sizes(spec_of(CacheLayout(max_tokens=1)), name)[0]
+            max_tokens = array.shape[2] - slots + 1 if slots else None
     return CacheLayout(bits, max_tokens)
+
+
+def _last_sizes(spec: CacheSpec, name: str) -> tuple[int, int]:
+    """The last two sizes of the array `name` of a layout; 0 for capacities, and without it."""
+    shape = next((entry.shape for entry in spec if entry.name == name), (0, 0))
+    slots, width = (size if isinstance(size, int) else 0 for size in shape[-2:])
+    return slots, width
 
 
 def kind_of(name: str) -> str:
