@@ -5,11 +5,11 @@ Neighbours turn together; gate and up projection are one matrix.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from funcrt.config import ModelConfig, setting
-from funcrt.layers import Attention, GatedMLP, Linear, Network
+from funcrt.layers import GatedMLP, Network
 from funcrt.layers.mlp import joined_gated_mlp
 from funcrt.models import llama
 
@@ -33,14 +33,11 @@ class Config(ModelConfig):
 def network(config: Config) -> Network:
     """The layers of one config."""
     return llama.stack(
-        config, lambda i: llama.layer(config, i, attention(config, i), mlp(config, i))
+        config,
+        lambda i: llama.layer(
+            config, i, llama.attention_with_plain_output(config, i), mlp(config, i)
+        ),
     )
-
-
-def attention(config: Config, i: int) -> Attention:
-    """Attention of one layer; its output has no bias."""
-    name, inner = f"model.layers.{i}.self_attn.o_proj", config.num_heads * config.head_dim
-    return replace(llama.attention(config, i), out=Linear(name, inner, config.hidden_size))
 
 
 def mlp(config: Config, i: int) -> GatedMLP:

@@ -22,7 +22,7 @@ def layer(config: Config, i: int) -> Part:
 
     return Sandwich(
         mix_norm=norm("input_layernorm"),
-        mix=glm.attention(config, i),
+        mix=llama.attention_with_plain_output(config, i),
         mix_post_norm=norm("post_self_attn_layernorm"),
         mlp_norm=norm("post_attention_layernorm"),
         mlp=glm.mlp(config, i),

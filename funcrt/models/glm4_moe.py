@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from funcrt.config import setting
-from funcrt.layers import Attention, Linear, Network, RMSNorm
+from funcrt.layers import Attention, Network, RMSNorm
 from funcrt.models import llama
 from funcrt.models.deepseek_v3 import CorrectedConfig, mixture
 
@@ -43,10 +43,7 @@ def network(config: Config) -> Network:
 def attention(config: Config, i: int) -> Attention:
     """Attention of one layer: no bias in its output, norms of heads if the config says so."""
     name, d = f"model.layers.{i}.self_attn", config.head_dim
-    plain = replace(
-        llama.attention(config, i),
-        out=Linear(f"{name}.o_proj", config.num_heads * d, config.hidden_size),
-    )
+    plain = llama.attention_with_plain_output(config, i)
     if not config.use_qk_norm:
         return plain
     norms = (RMSNorm(f"{name}.{part}_norm", d, config.norm_eps) for part in "qk")

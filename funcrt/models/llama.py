@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from funcrt.config import ModelConfig
 from funcrt.layers import Attention, Embedding, Linear, Network, Part, PreNorm, RMSNorm
@@ -60,3 +61,13 @@ def attention(config: Config, i: int) -> Attention:
         rope=config.rope,
         window=config.sliding_window,
     )
+
+
+def attention_with_plain_output(config: ModelConfig, i: int) -> Attention:
+    """The same, whose output has no bias even where queries, keys and values have one."""
+    out = Linear(
+        f"model.layers.{i}.self_attn.o_proj",
+        config.num_heads * config.head_dim,
+        config.hidden_size,
+    )
+    return replace(attention(config, i), out=out)

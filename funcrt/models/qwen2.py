@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from funcrt.config import ModelConfig
 from funcrt.config.fields import setting
 from funcrt.config.layer_types import SwitchedConfig
-from funcrt.layers import Attention, Linear, Network
+from funcrt.layers import Attention, Network
 from funcrt.models import llama
 
 
@@ -44,6 +44,4 @@ def network(config: Config) -> Network:
 
 def attention(config: Config, i: int) -> Attention:
     """Attention of one layer."""
-    name = f"model.layers.{i}.self_attn.o_proj"
-    out = Linear(name, config.num_heads * config.head_dim, config.hidden_size)
-    return replace(llama.attention(config, i), out=out, window=config.window(i))
+    return replace(llama.attention_with_plain_output(config, i), window=config.window(i))

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from funcrt.config import ModelConfig
 from funcrt.config.fields import setting
-from funcrt.layers import Attention, LayerNorm, Linear, Network, Parallel, Part, Run
+from funcrt.layers import Attention, LayerNorm, Network, Parallel, Part, Run
 from funcrt.layers.mlp import gated_mlp
 from funcrt.models import llama
 from funcrt.params import Fusions, ParamSpec
@@ -60,9 +60,7 @@ def attention(config: Config, i: int) -> Attention:
     """Attention of one layer."""
     name, h, k = f"model.layers.{i}.self_attn", config.num_heads, config.num_kv_heads
     d, eps = config.head_dim, config.norm_eps
-    base = replace(
-        llama.attention(config, i), out=Linear(f"{name}.o_proj", h * d, config.hidden_size)
-    )
+    base = llama.attention_with_plain_output(config, i)
     if not config.qk_layernorm:
         return base
     return replace(
