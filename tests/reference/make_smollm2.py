@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from gguf import GGUFReader
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from trained import Prompt, Source, main, make_long_prompt, measure, read_weight, rename
-from transformers import LlamaConfig, LlamaForCausalLM
+from trained import Prompt, Source, fill, main, make_long_prompt, measure
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 OUTPUT = Path(__file__).with_name("smollm2.json")
 SOURCE = Source(
@@ -80,7 +79,7 @@ def undo_permutation(weight: np.ndarray, heads: int) -> np.ndarray:
     return weight.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, -1)
 
 
-def read_model(reader: GGUFReader) -> LlamaForCausalLM:
+def read_model(reader: GGUFReader) -> PreTrainedModel:
     """The float32 model with every tensor of the file in its place."""
     get = {key: field.contents() for key, field in reader.fields.items() if key[:6] == "llama."}
     config = LlamaConfig(
@@ -97,17 +96,12 @@ def read_model(reader: GGUFReader) -> LlamaForCausalLM:
         attn_implementation="eager",
     )
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    state = {}
-    for tensor in reader.tensors:
-        weight = read_weight(tensor)
-        part = tensor.name.split(".")[-2]
-        if part in heads:
-            weight = undo_permutation(weight, heads[part])
-        state[rename(tensor.name, NAMES)] = torch.from_numpy(np.ascontiguousarray(weight))
-    state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    model = LlamaForCausalLM(config).float().eval()
-    model.load_state_dict(state, strict=True)
-    return model
+
+    def change(name: str, weight: np.ndarray) -> np.ndarray:
+        part = name.split(".")[-2]
+        return undo_permutation(weight, heads[part]) if part in heads else weight
+
+    return fill(LlamaForCausalLM(config), reader, NAMES, change)
 
 
 def make(reader: GGUFReader) -> dict[str, Any]:

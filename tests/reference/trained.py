@@ -102,6 +102,30 @@ def rename(name: str, names: dict[str, str]) -> str:
     return f"{layer}{names[part]}.{kind}"
 
 
+def fill(
+    model: PreTrainedModel,
+    reader: GGUFReader,
+    names: dict[str, str],
+    change: Callable[[str, np.ndarray], np.ndarray],
+) -> PreTrainedModel:
+    """The float32 model with every tensor of the file in its place, and a tied head.
+
+    Args:
+        model: of the file's config.
+        reader: of the file.
+        names: see `rename`.
+        change: from a tensor's name in the file and its values to those that transformers has.
+    """
+    state = {}
+    for tensor in reader.tensors:
+        weight = change(tensor.name, read_weight(tensor))
+        state[rename(tensor.name, names)] = torch.from_numpy(np.ascontiguousarray(weight))
+    state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    model = model.float().eval()
+    model.load_state_dict(state, strict=True)
+    return model
+
+
 @torch.no_grad()
 def run(model: PreTrainedModel, tokenizer: Tokenizer, prompt: Prompt, end: int) -> dict[str, Any]:
     """Greedy ids up to the end of text, with the logits after the prompt and every margin."""
