@@ -144,8 +144,6 @@ def fuse(params: dict[str, mx.array], fused: str, outputs: Mapping[str, int]) ->
 
     Their A go on top of each other, their B become the blocks of one: two products, however many
     matrices there are, and nothing to put side by side. The zeros cost less than that.
-    Measured on queries, keys and values of SmolLM2, r = 8, one token on a CPU: 7.4 ms for all 30
-    layers, 8.4 ms where each matrix has its own products, 6.2 ms without adapters.
 
     Args:
         params: the changes of the members are taken out.
