@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks import batching, endurance
+from benchmarks import batching, endurance, graph_files
 from benchmarks.prompts import cut
 
 import pytest
@@ -136,3 +136,18 @@ def test_parts_run_again_for_time_alone(
     )
     facts = endurance.run_part("tiny", attempts=3)
     assert facts["earlier_medians_s"] == [[1.0, 2.0]] * earlier
+
+
+def test_graph_files_are_grouped_by_function() -> None:
+    keys = ["top_b1_t1_s0", "prefill_b1_t4_s8", "prefill_block_b1_t4_s8", "prefill_b2_t4_s8"]
+    apart, together = (graph_files.group(form, keys) for form in graph_files.FORMS)
+    assert apart == {f"{key}.mlxfn": [key] for key in keys}
+    assert together == {
+        "top.mlxfn": keys[:1], "prefill.mlxfn": [keys[1], keys[3]],
+        "prefill_block.mlxfn": [keys[2]],
+    }  # fmt: skip
+
+
+def test_medians_keep_the_structure() -> None:
+    runs = [{"a": n, "b": {"c": 10 * n}} for n in (3, 1, 2)]
+    assert graph_files.summarize(runs) == {"a": 2, "b": {"c": 20}}
