@@ -101,12 +101,24 @@ class BucketPlan:
         limits = Limits(max_batches, max_chunks, max_capacities, max_batch, max_chunk)
         return make_plan(lengths, memory_budget, footprint, overhead, limits)
 
+    def joined(self, other: BucketPlan) -> BucketPlan:
+        """Every size that either plan declares."""
+        return BucketPlan(
+            batch=self.batch + other.batch,
+            tokens=self.tokens + other.tokens,
+            capacity=self.capacity + other.capacity,
+        )
+
     def __iter__(self) -> Iterator[Bucket]:
         return (Bucket(b, t, s) for b in self.batch for s in self.capacity for t in self.tokens)
 
     def choose_batch(self, rows: int) -> int:
         """The smallest declared batch for `rows`. Raises CapacityError."""
         return _choose(self.batch, rows, "rows", "batch", rows)
+
+    def next_capacity(self, capacity: int) -> int:
+        """The smallest declared capacity above `capacity`. Raises CapacityError at the largest."""
+        return self.choose_capacity(capacity)
 
     def choose_tokens(self, tokens: int) -> int:
         """The smallest declared T for `tokens`, or the largest one: longer input goes in chunks."""

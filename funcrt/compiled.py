@@ -182,6 +182,13 @@ class Compiled:
         ids, logprobs = self._stateless("top", [logits])
         return ids, logprobs
 
+    def grow(self, state: CacheState) -> CacheState:
+        """The same contents in the next declared capacity; the old state stays as it is.
+
+        Raises CapacityError at the largest one.
+        """
+        return self._stateful("grow", 1, [], state)[1]
+
     def _stateless(self, name: str, inputs: list[mx.array]) -> Sequence[mx.array]:
         bucket = Bucket(inputs[0].shape[0] if inputs[0].ndim else 0, 1, 0)
         self._check_inputs(name, bucket, inputs)
@@ -193,7 +200,7 @@ class Compiled:
         state = check_state(self.cache_spec, state)
         bucket = Bucket(state_size(state)[0], tokens, state_size(state)[1])
         self._check_inputs(name, bucket, inputs)
-        self._check_order(name, inputs[1], state)
+        self._check_order(name, inputs, state)
         names = list(state)
         results = self._call(name, bucket, inputs, list(state.values()))
         split = len(results) - len(names)
@@ -225,10 +232,11 @@ class Compiled:
                     f"got {array.dtype} {list(array.shape)}"
                 )
 
-    def _check_order(self, name: str, mask: mx.array, state: CacheState) -> None:
+    def _check_order(self, name: str, inputs: list[mx.array], state: CacheState) -> None:
         """A recurrent state takes causal masks only, which a compiled function cannot check."""
         if name not in ("forward", "prefill_block") or not self._is_recurrent:
             return
+        mask = inputs[1]
         if name == "prefill_block":
             mask = from_block(mask, state["lengths"], state_size(state)[1])
         check_recurrent(place(mask, state["lengths"]))
@@ -252,6 +260,8 @@ class Compiled:
         # States without slots have one capacity, whatever the plan says of the others.
         has_slots = step.has_state and any("S" in entry.shape for entry in self.cache_spec)
         self.plan.check(bucket.batch, bucket.capacity if has_slots else None)
+        if step.grows:
+            self.plan.next_capacity(bucket.capacity)
         sizes = step.choose_sizes(self.plan.tokens)
         if bucket.tokens not in sizes:
             raise CapacityError(

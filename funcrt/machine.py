@@ -1,8 +1,9 @@
-"""Facts about the machine and the process: memory taken, memory left."""
+"""Facts about the machine and the process: its device, memory taken, memory left."""
 
 from __future__ import annotations
 
 import os
+import platform
 import resource
 import sys
 from pathlib import Path
@@ -19,6 +20,12 @@ def available_memory() -> int:
 def is_on_gpu() -> bool:
     """Whether MLX's default device is a GPU."""
     return mx.default_device().type == mx.DeviceType.gpu
+
+
+def device_name() -> str:
+    """What MLX calls the default device, such as "NVIDIA H200", or the name of the processor."""
+    name = mx.device_info(mx.default_device()).get("device_name")
+    return str(name or platform.processor() or platform.machine())
 
 
 def peak_memory() -> int:

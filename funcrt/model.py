@@ -258,7 +258,7 @@ class Model(CallForm):
         plan = plan or self.default_plan
         layout = self.choose_layout(plan, kv_bits)
         return Compiled(
-            lambda name, bucket: self.flat_step(name, bucket, layout),
+            lambda name, bucket: self.flat_step(name, bucket, layout, plan),
             params=list(self.prepared.values()),
             cache_spec=self.cache_spec(layout),
             plan=plan,
@@ -267,11 +267,17 @@ class Model(CallForm):
             eager=eager,
         )
 
-    def flat_step(self, name: str, bucket: Bucket, layout: CacheLayout = FULL) -> FlatFunction:
-        """The flat form of a row of `steps.STEPS` for one bucket."""
-        return flatten(
-            steps.make_step(name, self.family, self.config), *self.example(name, bucket, layout)
-        )[0]
+    def flat_step(
+        self,
+        name: str,
+        bucket: Bucket,
+        layout: CacheLayout = FULL,
+        plan: BucketPlan | None = None,
+    ) -> FlatFunction:
+        """The flat form of a row of `steps.STEPS` for one bucket; `grow` goes by the plan."""
+        grown = plan.next_capacity(bucket.capacity) if plan and steps.STEPS[name].grows else None
+        step = steps.make_step(name, self.family, self.config, grown)
+        return flatten(step, *self.example(name, bucket, layout))[0]
 
     def example(
         self, name: str, bucket: Bucket, layout: CacheLayout = FULL

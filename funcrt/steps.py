@@ -2,7 +2,8 @@
 
 `forward` is the contract itself; the others build the mask inside. `sample` and the two forms of
 `decode` choose the next token; the two of `verify` choose one at every place of a call and keep the
-guesses that were right; `top` gives alternatives. Compiling, exporting and loading all read it.
+guesses that were right; `top` gives alternatives; `grow` moves a state to more slots. Compiling,
+exporting and loading all read it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from funcrt import guesses, masks, sampling
 from funcrt.buckets import Bucket
-from funcrt.cache import CacheState, kind_of, state_size
+from funcrt.cache import CacheState, grow, kind_of, state_size
 from funcrt.config import ModelConfig
 from funcrt.params import FLOATS, Params
 from funcrt.sampling import Sampled
@@ -71,6 +72,7 @@ class Step:
         by_place: its logits, tokens, logprobs and finite have T axes, one entry per token.
         has_state: it takes and returns the cache state.
         has_params: it takes the params.
+        grows: the state that it returns has the next capacity, so the largest has no such function.
     """
 
     name: str
@@ -81,6 +83,7 @@ class Step:
     by_place: bool = False
     has_state: bool = True
     has_params: bool = True
+    grows: bool = False
 
     def choose_sizes(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
         """The T that it exists for in a plan that declares `tokens`."""
@@ -91,12 +94,8 @@ class Step:
         self, batch: tuple[int, ...], tokens: tuple[int, ...], capacity: tuple[int, ...]
     ) -> list[Bucket]:
         """The distinct shapes of this function within a plan (0 where it has no such axis)."""
-        return [
-            Bucket(b, t, s)
-            for b in batch
-            for s in (capacity if self.has_state else (0,))
-            for t in self.choose_sizes(tokens)
-        ]
+        slots = capacity[: -1 if self.grows else None] if self.has_state else (0,)
+        return [Bucket(b, t, s) for b in batch for s in slots for t in self.choose_sizes(tokens)]
 
 
 _CHOSEN = ("tokens", "logprobs", "finite")
@@ -128,6 +127,7 @@ STEPS: dict[str, Step] = {
         Step(
             "top", ("logits",), ("top_tokens", "top_logprobs"), has_state=False, has_params=False
         ),
+        Step("grow", (), (), has_params=False, grows=True),
     )
 }  # fmt: skip
 
@@ -153,8 +153,13 @@ def forward(
     return ForwardOutput(family.unembed(config, params, x), state)
 
 
-def make_step(name: str, family: Family, config: ModelConfig) -> StepFunction:
-    """The pure function `(params?, *inputs, state?) -> (*outputs, state?)` of a row of `STEPS`."""
+def make_step(
+    name: str, family: Family, config: ModelConfig, grown: int | None = None
+) -> StepFunction:
+    """The pure function `(params?, *inputs, state?) -> (*outputs, state?)` of a row of `STEPS`.
+
+    `grown` is the capacity that `grow` returns.
+    """
 
     def run_forward(
         params: Params, tokens: mx.array, mask: mx.array, state: CacheState
@@ -240,6 +245,10 @@ def make_step(name: str, family: Family, config: ModelConfig) -> StepFunction:
     def sample(logits: mx.array, positions: mx.array, *values: mx.array) -> tuple[Any, ...]:
         return _outputs("sample", sampling.sample(logits, _settings(values), positions))
 
+    def run_grow(state: CacheState) -> tuple[CacheState]:
+        assert grown is not None
+        return (grow(state, grown),)
+
     functions: dict[str, StepFunction] = {
         "forward": run_forward,
         "prefill": prefill,
@@ -250,6 +259,7 @@ def make_step(name: str, family: Family, config: ModelConfig) -> StepFunction:
         "verify_greedy": verify_greedy,
         "sample": sample,
         "top": sampling.top,
+        "grow": run_grow,
     }
     return functions[name]
 

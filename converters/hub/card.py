@@ -90,6 +90,7 @@ def _running(parcel: Parcel, repo: str) -> str:
         repo=repo,
         folder=f"{repo.partition('/')[2].removesuffix('.funcrt')}.funcrt",
         kind=parcel.model_type,
+        device=next(iter(parcel.manifest.targets)) if parcel.manifest else "",
     )
 
 
@@ -119,10 +120,11 @@ import mlx.core as mx
 
 folder = Path("{folder}")
 manifest = json.loads((folder / "manifest.json").read_text())
+target = manifest["targets"]["{device}"]  # the device class that MLX runs on
 
 
 def find(name):
-    entry = next(one for one in manifest["functions"] if one["name"] == name)
+    entry = next(one for one in target["functions"] if one["name"] == name)
     return entry, mx.import_function(str(folder / entry["file"]))
 
 
@@ -135,7 +137,7 @@ entry, prefill = find("prefill")
 size = {{"B": entry["bucket"]["batch"], "S": entry["bucket"]["capacity"]}}
 state = [
     mx.full([size.get(n, n) for n in one["shape"]], one["fill"], getattr(mx, one["dtype"]))
-    for one in manifest["cache"]
+    for one in target["cache"]
 ]
 width = entry["bucket"]["tokens"]
 prompt = [1, 2, 3][:width]  # ids, and then padding

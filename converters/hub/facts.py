@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from funcrt.bundle.manifest import ArraySpec, Manifest
+from funcrt.bundle.manifest import CERTIFICATE, ArraySpec, Manifest, Target
 from funcrt.errors import BundleError, SourceError
 from funcrt.packing import Quantization
 from funcrt.storage import load_json
-
-CERTIFICATE = "certificate.json"
 
 
 def shape_facts(model: Mapping[str, Any], vocab_size: int, positions: int) -> dict[str, str]:
@@ -97,22 +95,23 @@ def _number(check: Mapping[str, Any], key: str) -> float:
 
 def proof_of_export(manifest: Manifest) -> str:
     """What an export has verified before a bundle appeared."""
-    calls = [call for case in manifest.golden.cases for call in case.calls]
-    ties = "" if manifest.dtype == "float32" else " but for near ties"
-    text = (
+    targets = manifest.targets.values()
+    calls = [call for target in targets for case in target.golden.cases for call in case.calls]
+    ties = "" if all(target.dtype == "float32" for target in targets) else " but for near ties"
+    return (
         f"When it was exported, another process repeated {len(calls)} recorded calls, every "
         "function among them, and compared them with a float32 reference: tokens were equal"
         f"{ties}, and errors at most {max((call.allowed for call in calls), default=0.0):.1e} of "
-        "the largest logit."
+        "the largest logit. `funcrt verify` repeats this on your machine."
     )
-    functions = manifest.report.functions if manifest.report else ()
-    found = [one.imported for one in functions if one.imported is not None]
-    if found:
-        differ = (
-            f"differ from the eager run by at most {max(found):.1e}" if max(found) else "equal it"
-        )
-        text += f" What it imported was compared with the eager run, too: results {differ}."
-    return f"{text} `funcrt verify` repeats this on your machine."
+
+
+def by_target(manifest: Manifest, show: Callable[[Target], str]) -> str:
+    """What `show` says of every device class, once where it is the same."""
+    said = {device: show(target) for device, target in manifest.targets.items()}
+    if len(set(said.values())) == 1:
+        return next(iter(said.values()))
+    return "; ".join(f"{text} ({device})" for device, text in said.items())
 
 
 def listed(numbers: Sequence[int]) -> str:

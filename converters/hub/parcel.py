@@ -12,7 +12,7 @@ import converters
 from converters import huggingface
 from converters.hub.card import is_ours
 from converters.hub.facts import (
-    CERTIFICATE,
+    by_target,
     describe_packing,
     listed,
     packing_of_bundle,
@@ -21,8 +21,8 @@ from converters.hub.facts import (
     shape_facts,
 )
 from funcrt.bundle import load_manifest
-from funcrt.bundle.checks import check_files
-from funcrt.bundle.manifest import DIGEST, FORMAT, MANIFEST, Manifest
+from funcrt.bundle.files import check_files
+from funcrt.bundle.manifest import CERTIFICATE, DIGEST, FORMAT, MANIFEST, Manifest, Target
 from funcrt.errors import SourceError
 from funcrt.params import packings
 from funcrt.storage import load_json
@@ -112,7 +112,7 @@ def _survey_bundle(folder: Path) -> Parcel:
     manifest = load_manifest(folder)
     check_files(folder, manifest)
     names = [MANIFEST, DIGEST, *manifest.files, *_matching(folder, DOCUMENTS)]
-    plan, model = manifest.plan, manifest.model
+    model = manifest.model
     packing = packing_of_bundle(manifest.params.stored, model.get("hidden_size"))
     return Parcel(
         folder=folder,
@@ -122,23 +122,24 @@ def _survey_bundle(folder: Path) -> Parcel:
         model_type=str(model.get("model_type", "unknown")),
         facts={
             **shape_facts(model, manifest.vocab_size, manifest.max_positions),
-            "Computes in": manifest.dtype,
-            "Batch": listed(plan.batch),
-            "Tokens per call": listed(plan.tokens),
-            "Capacity": listed(plan.capacity),
-            "Functions": str(len(manifest.functions)),
-            "Device class": ", ".join(manifest.device_classes),
-            "Made by": ", ".join(
-                f"{name} {manifest.producer[name]}"
-                for name in ("funcrt", "mlx")
-                if name in manifest.producer
-            ),
+            "Computes in": by_target(manifest, lambda target: target.dtype),
+            "Batch": by_target(manifest, lambda target: listed(target.plan.batch)),
+            "Tokens per call": by_target(manifest, lambda target: listed(target.plan.tokens)),
+            "Capacity": by_target(manifest, lambda target: listed(target.plan.capacity)),
+            "Functions": by_target(manifest, lambda target: str(len(target.functions))),
+            "Device class": ", ".join(manifest.targets),
+            "Made by": by_target(manifest, _versions),
         },
         packing=packing,
         certificate=read_certificate(folder) or proof_of_export(manifest),
         manifest=manifest,
         readme=_readme(folder),
     )
+
+
+def _versions(target: Target) -> str:
+    names = ("funcrt", "mlx")
+    return ", ".join(f"{n} {target.producer[n]}" for n in names if n in target.producer)
 
 
 def _survey_model(folder: Path, ignore: Collection[str]) -> Parcel:

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 from converters.hub import check_client, is_hub_id
 from converters.hub.card import Origin, is_ours, make_card
-from converters.hub.facts import CERTIFICATE
 from converters.hub.failures import downloading, uploading
 from converters.hub.parcel import BUNDLE, CARD, Parcel, survey
-from funcrt.bundle.manifest import DIGEST
+from funcrt.bundle.manifest import CERTIFICATE, DIGEST
 from funcrt.errors import InputError, PublishError
 from funcrt.text import TOKENIZER_FILES
 

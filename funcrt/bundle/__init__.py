@@ -9,23 +9,29 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from funcrt.bundle.bundle import Bundle
     from funcrt.bundle.checks import load_manifest
-    from funcrt.bundle.exporter import export
-    from funcrt.bundle.loader import Bundle, load_bundle
+    from funcrt.bundle.exporter import export, extend, refresh
+    from funcrt.bundle.loader import load_bundle
     from funcrt.bundle.manifest import Manifest
     from funcrt.bundle.verifier import Check, verify
 
 _HOMES = {
-    "Bundle": "loader",
+    "Bundle": "bundle",
     "Check": "verifier",
     "Manifest": "manifest",
     "export": "exporter",
+    "extend": "exporter",
+    "refresh": "exporter",
     "load_bundle": "loader",
     "load_manifest": "checks",
     "verify": "verifier",
 }
 
-__all__ = ["Bundle", "Check", "Manifest", "export", "load_bundle", "load_manifest", "verify"]
+__all__ = [
+    "Bundle", "Check", "Manifest", "export", "extend", "load_bundle", "load_manifest", "refresh",
+    "verify",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -1,24 +1,26 @@
-"""Reading, checking and writing `manifest.json`, and checking the files that it lists."""
+"""Reading, checking and writing `manifest.json`."""
 
 from __future__ import annotations
 
 import hashlib
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
+from funcrt.bundle.files import hash_file
 from funcrt.bundle.manifest import (
     DEVICE_CLASSES,
     DIGEST,
     FORMAT,
+    GROW,
     MANIFEST,
     PREPARE,
     SCHEMA_VERSION,
-    FileEntry,
     FunctionEntry,
     Manifest,
+    Target,
     describe_prepare,
-    describe_step,
+    describe_steps,
 )
 from funcrt.bundle.records import decode, encode, parse_json
 from funcrt.cache.layout import DTYPES, slot_axis
@@ -28,7 +30,6 @@ from funcrt.steps import STEPS
 from funcrt.storage import save_json
 
 _LARGEST = 2**31 - 1  # shapes and counts are int32 in MLX
-_CHUNK = 1 << 20
 
 
 def load_manifest(folder: str | Path) -> Manifest:
@@ -62,6 +63,8 @@ def read_manifest(folder: Path) -> tuple[Manifest, str]:
 def save_manifest(folder: Path, manifest: Manifest) -> None:
     """Check a manifest, then write it and its hash. Raises BundleError, OSError."""
     check_manifest(manifest)
+    for name in (MANIFEST, DIGEST):  # they may be links to those of another bundle
+        (folder / name).unlink(missing_ok=True)
     save_json(folder / MANIFEST, encode(manifest))
     (folder / DIGEST).write_text(f"{hash_file(folder / MANIFEST)}  {MANIFEST}\n", "utf-8")
 
@@ -89,38 +92,56 @@ def _check_schema(found: object, version: object, folder: Path) -> None:
 
 def check_manifest(manifest: Manifest) -> None:
     """Raise BundleError unless the manifest agrees with itself and with this funcrt's calls."""
-    _check_numbers(manifest)
-    _check_state(manifest)
+    if not (min(manifest.vocab_size, manifest.max_positions) >= 1) or (
+        max(manifest.vocab_size, manifest.max_positions) > _LARGEST
+    ):
+        raise BundleError(f"{MANIFEST}: sizes must be from 1 to {_LARGEST}")
     for path in manifest.files:
         _check_path(path)
-    listed = [*manifest.params.files, manifest.golden.file]
-    for path in [*listed, *(entry.file for entry in manifest.functions)]:
+    _check_listed(manifest.params.files, manifest)
+    for path, entry in manifest.files.items():
+        if not 0 <= entry.size < 2**63 or not _is_hash(entry.sha256):
+            raise BundleError(f"{MANIFEST}: files.{path}: size or sha256 is none")
+    if not manifest.targets:
+        raise BundleError(f"{MANIFEST}: no targets")
+    for device, target in manifest.targets.items():
+        if device not in DEVICE_CLASSES:
+            raise BundleError(
+                f"{MANIFEST}: unknown device class {device!r}; known: {', '.join(DEVICE_CLASSES)}"
+            )
+        _check_listed(target.files, manifest)
+        _check_numbers(target)
+        _check_state(target)
+        _check_functions(manifest, device, target)
+        _check_golden(target)
+
+
+def _check_listed(paths: Iterable[str], manifest: Manifest) -> None:
+    for path in paths:
         if path not in manifest.files:
             raise BundleError(f"{MANIFEST}: {path} is used but not among `files`")
-    for device in manifest.device_classes:
-        _check_functions(manifest, device)
-    _check_golden(manifest)
 
 
-def _check_numbers(manifest: Manifest) -> None:
-    plan = manifest.plan
-    counts = [manifest.vocab_size, manifest.max_positions]
-    if min(counts) < 1 or max(*counts, *plan.batch, *plan.tokens, *plan.capacity) > _LARGEST:
+def _is_hash(text: str) -> bool:
+    return len(text) == 64 and set(text) <= set("0123456789abcdef")
+
+
+def _check_numbers(target: Target) -> None:
+    plan = target.plan
+    if max(*plan.batch, *plan.tokens, *plan.capacity) > _LARGEST:
         raise BundleError(f"{MANIFEST}: sizes must be from 1 to {_LARGEST}")
-    if manifest.dtype not in FLOATS:
-        raise BundleError(f"{MANIFEST}: dtype {manifest.dtype!r} is not one of {', '.join(FLOATS)}")
-    if not manifest.producer.get("mlx"):
+    if target.dtype not in FLOATS:
+        raise BundleError(f"{MANIFEST}: dtype {target.dtype!r} is not one of {', '.join(FLOATS)}")
+    if not target.producer.get("mlx"):
         raise BundleError(f"{MANIFEST}: producer.mlx is missing")
-    if not manifest.device_classes:
-        raise BundleError(f"{MANIFEST}: no functions")
 
 
-def _check_state(manifest: Manifest) -> None:
-    if not manifest.cache or manifest.cache[0].name != "lengths":
+def _check_state(target: Target) -> None:
+    if not target.cache or target.cache[0].name != "lengths":
         raise BundleError(f"{MANIFEST}: cache must begin with lengths, int32 [B]")
-    if len({array.name for array in manifest.cache}) < len(manifest.cache):
+    if len({array.name for array in target.cache}) < len(target.cache):
         raise BundleError(f"{MANIFEST}: cache lists an array twice")
-    for array, entry in zip(manifest.cache, manifest.cache_spec, strict=True):
+    for array, entry in zip(target.cache, target.cache_spec, strict=True):
         axis = slot_axis(array.name)
         sizes = [size for size in array.shape if isinstance(size, int)]
         sound = (
@@ -148,41 +169,38 @@ def _check_path(path: str) -> None:
         raise BundleError(f"{MANIFEST}: unsafe file path {path!r}; paths stay inside the bundle")
 
 
-def _check_functions(manifest: Manifest, device: str) -> None:
-    if device not in DEVICE_CLASSES:
-        raise BundleError(f"{MANIFEST}: unknown device class {device!r}")
-    if device not in manifest.params.prepared:
-        raise BundleError(f"{MANIFEST}: params.prepared has no list for {device}")
-    _check_entry(manifest.prepare_function(device), describe_prepare(device))
-    functions, plan = manifest.step_functions(device), manifest.plan
-    known = [e for e in manifest.functions if e.device == device and e.name in (PREPARE, *STEPS)]
+def _check_functions(manifest: Manifest, device: str, target: Target) -> None:
+    _check_entry(target.prepare_function(), describe_prepare(device))
+    functions = target.step_functions()
+    known = [entry for entry in target.functions if entry.name in (PREPARE, *STEPS)]
     if len(known) != len(functions) + 1:
         raise BundleError(f"{MANIFEST}: a function of {device} is listed twice or has no bucket")
-    for step in STEPS.values():
-        for bucket in step.buckets(plan.batch, plan.tokens, plan.capacity):
-            if (step.name, bucket) not in functions:
-                raise BundleError(
-                    f"{MANIFEST}: {step.name}_{bucket} is missing for {device}: "
-                    "export the bundle again"
-                )
-            expected = describe_step(step.name, bucket, device, manifest)
-            _check_entry(functions[step.name, bucket], expected)
+    for expected in describe_steps(device, manifest.vocab_size, target.dtype, target.plan):
+        assert expected.bucket is not None
+        found = functions.get((expected.name, expected.bucket))
+        if found is None:
+            raise BundleError(
+                f"{MANIFEST}: {expected.key} is missing for {device}: export the bundle again"
+            )
+        _check_entry(found, expected)
 
 
 def _check_entry(entry: FunctionEntry, expected: FunctionEntry) -> None:
-    if entry != replace(expected, file=entry.file):
+    if entry != replace(expected, file=entry.file, primitives=entry.primitives):
         raise BundleError(
             f"{MANIFEST}: {entry.key}: its inputs and outputs are not those that this funcrt "
             "calls; export the bundle again"
         )
 
 
-def _check_golden(manifest: Manifest) -> None:
-    plan = manifest.plan
-    for case in manifest.golden.cases:
+def _check_golden(target: Target) -> None:
+    plan = target.plan
+    for case in target.golden.cases:
         declared = case.batch in plan.batch and case.capacity in plan.capacity
         for call in case.calls:
             known = call.function in STEPS and (call.tokens == 1 or call.tokens in plan.tokens)
+            if call.function == GROW:
+                known = case.capacity != plan.capacity[-1]
             if not declared or not known or not call.scale > 0:
                 raise BundleError(
                     f"{MANIFEST}: golden call {call.function} of {call.tokens} tokens at batch "
@@ -190,71 +208,3 @@ def _check_golden(manifest: Manifest) -> None:
                 )
         if case.calls and not case.calls[0].fresh:
             raise BundleError(f"{MANIFEST}: a golden case must begin from a fresh cache")
-
-
-# --- files ---------------------------------------------------------------------------------------
-
-
-def describe_files(folder: Path) -> dict[str, FileEntry]:
-    """Size and hash of every file below `folder` but the manifest and its hash."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    names = [path.relative_to(folder).as_posix() for path in paths]
-    with ThreadPoolExecutor() as pool:
-        hashes = list(pool.map(hash_file, paths))
-    return {
-        name: FileEntry(path.stat().st_size, digest)
-        for name, path, digest in zip(names, paths, hashes, strict=True)
-        if name not in (MANIFEST, DIGEST)
-    }
-
-
-def check_files(folder: Path, manifest: Manifest) -> None:
-    """Raise BundleError unless every listed file lies inside, with the listed size and hash."""
-    root = folder.resolve()
-    for name in (MANIFEST, DIGEST, *manifest.files):
-        if not (folder / name).resolve().is_relative_to(root):
-            raise BundleError(f"{folder / name} is a link out of the bundle; copy the file into it")
-    for name, entry in manifest.files.items():
-        path = folder / name
-        if not path.is_file():
-            raise BundleError(f"{path} is missing: copy the bundle again, or export it again")
-        if (size := path.stat().st_size) != entry.size:
-            raise BundleError(
-                f"{path} is damaged: expected {entry.size} bytes, got {size}; "
-                "copy the bundle again, or export it again"
-            )
-    with ThreadPoolExecutor() as pool:  # hashing releases the interpreter lock
-        hashes = pool.map(hash_file, [folder / name for name in manifest.files])
-        for name, digest in zip(manifest.files, hashes, strict=True):
-            check_hash(folder, name, digest, manifest)
-
-
-def hash_file(path: Path) -> str:
-    """sha256 of a file, in hexadecimal. Raises BundleError when it cannot be read."""
-    digest = hashlib.sha256()
-    try:
-        with path.open("rb") as file:
-            while block := file.read(_CHUNK):
-                digest.update(block)
-    except OSError as error:
-        raise BundleError(f"cannot read {path}: {error.strerror}") from None
-    return digest.hexdigest()
-
-
-def check_hash(folder: Path, name: str, digest: str, manifest: Manifest) -> None:
-    """Raise BundleError unless `digest` is the listed one."""
-    if digest != manifest.files[name].sha256:
-        raise BundleError(
-            f"{folder / name} is damaged: its sha256 does not match {MANIFEST}; "
-            "copy the bundle again, or export it again"
-        )
-
-
-def read_file(folder: Path, name: str, manifest: Manifest) -> bytes:
-    """Contents of one file of known hash. Raises BundleError if they are not what was listed."""
-    try:
-        content = (folder / name).read_bytes()
-    except OSError as error:
-        raise BundleError(f"cannot read {folder / name}: {error.strerror}") from None
-    check_hash(folder, name, hashlib.sha256(content).hexdigest(), manifest)
-    return content

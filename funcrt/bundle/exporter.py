@@ -1,60 +1,55 @@
-"""Exporting a model: trace every function, record golden calls, verify elsewhere, publish."""
+"""Exporting a model, and adding to what was exported: traced, verified elsewhere, then published.
+
+Whatever is written is a new folder beside the bundle that takes its place as a whole; files that
+stay are linked into it. So a bundle in use never changes, and a failure leaves nothing behind.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import platform
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Iterable, Mapping, Sequence
+import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import funcrt
-from funcrt._version import __version__
 from funcrt.buckets import BucketPlan
-from funcrt.bundle.checks import describe_files, save_manifest
-from funcrt.bundle.golden import FILE as GOLDEN_FILE
-from funcrt.bundle.golden import Recorder
-from funcrt.bundle.loader import Bundle, device_class, mlx_version, open_bundle
+from funcrt.bundle import checks, files
+from funcrt.bundle.bundle import Bundle
+from funcrt.bundle.elsewhere import verify_elsewhere
+from funcrt.bundle.graphs import device_class, mlx_version
+from funcrt.bundle.loader import open_bundle
 from funcrt.bundle.manifest import (
+    CERTIFICATE,
     DIGEST,
     FORMAT,
     MANIFEST,
     SCHEMA_VERSION,
-    ExportReport,
-    FunctionEntry,
-    FunctionReport,
-    Golden,
     Manifest,
     ParamsEntry,
+    Target,
     describe_arrays,
-    describe_prepare,
-    describe_state,
-    describe_step,
 )
+from funcrt.bundle.rebuilding import check_same, rebuild
+from funcrt.bundle.targets import TargetMaker
 from funcrt.bundle.verifier import Progress
-from funcrt.cache import CacheLayout
-from funcrt.errors import BundleError, FuncrtError, some_of
-from funcrt.flat import flatten
+from funcrt.bundle.weights import Weights
+from funcrt.errors import BundleError, FuncrtError
 from funcrt.model import Model
+from funcrt.models import is_own
 from funcrt.params import Params
 from funcrt.publish import Kind, publish, staging
-from funcrt.steps import STEPS
 from funcrt.storage import save_arrays
 
-import mlx.core as mx
+_SHARD_BYTES = 5_000_000_000
 
 
 def _is_bundle(folder: Path) -> bool:
     """Whether a folder holds a bundle, damaged perhaps, and no file of anybody else."""
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
-        ours = {MANIFEST, DIGEST, *manifest["files"]}
+        ours = {MANIFEST, DIGEST, CERTIFICATE, *manifest["files"]}
         if manifest["format"] != FORMAT:
             return False
     except (OSError, ValueError, KeyError, TypeError):
@@ -68,10 +63,6 @@ def _is_bundle(folder: Path) -> bool:
 
 KIND = Kind("a folder of only a bundle's files", _is_bundle)
 
-_SHARD_BYTES = 5_000_000_000
-# A graph of one function has nodes and names, no weights: some hundred bytes per input.
-_GRAPH_BYTES, _GRAPH_BYTES_PER_INPUT = 1_000_000, 8_000
-
 
 def export(
     model: Model,
@@ -79,6 +70,8 @@ def export(
     plan: BucketPlan,
     progress: Progress | None = None,
     kv_bits: int | None = None,
+    *,
+    weights: bool = True,
 ) -> Bundle:
     """Write `model` as a bundle that runs without the model's code.
 
@@ -91,107 +84,216 @@ def export(
         plan: the shapes to export.
         progress: called with `(done, total, item)`.
         kv_bits: 8 or 4 packs the cache's keys and values.
+        weights: False leaves them out; whoever loads the bundle brings some of the same names.
 
     Returns:
-        The bundle; `bundle.manifest.report` has times, sizes and errors per function.
+        The bundle; its `digest` is what `load_bundle(expected_digest=...)` takes.
 
     Raises:
         PublishError: what is at `folder` is not a bundle.
         BundleError: the folder cannot be written, the disk is full, or a check failed. What was at
             `folder` is then unchanged.
     """
-    target = Path(os.path.abspath(folder))  # noqa: PTH100 (resolve() would follow a link)
-    try:
-        with staging(target, KIND) as place:
-            bundle = _write(model, plan, kv_bits, place, progress or _silent)
-            publish(place, target, KIND)
-    except FuncrtError:
-        raise
-    except (OSError, RuntimeError) as error:
-        raise BundleError(f"cannot export to {folder}: {error}") from error
+    maker = TargetMaker(model, device_class(), plan, kv_bits)
+    tick = _Ticker(progress, 1 + maker.ticks)
+    with _writing(Path(folder)) as (place, target):
+        shards = _shard(model.params) if weights else []
+        for name, shard in zip(_shard_names(shards), shards, strict=True):
+            save_arrays(place / name, shard, {"format": "mlx"})
+        if model.tokenizer is not None:
+            model.tokenizer.save(place)
+        tick("weights")
+        made = maker.make(place, tick)
+        manifest = _describe(model, _shard_names(shards), {device_class(): made})
+        return _finish(place, target, manifest, model, tick)
+
+
+def extend(
+    folder: str | Path,
+    plan: BucketPlan | None = None,
+    progress: Progress | None = None,
+    kv_bits: int | None = None,
+    *,
+    model: Model | None = None,
+    dtype: str | None = None,
+    params: Weights | None = None,
+) -> Bundle:
+    """Add to a bundle: the device class at hand, or buckets to the one that it has.
+
+    Other files stay as they are. Where a window's ring depends on the largest T, a larger one means
+    that every function of this device class is exported again.
+
+    Args:
+        folder: of the bundle.
+        plan: shapes to add to those of this device class; for a new one None takes those of the
+            first device class in the bundle.
+        progress: called with `(done, total, item)`.
+        kv_bits: 8 or 4 packs the cache of a new device class.
+        model: the one that the bundle was made of; None builds it from the bundle.
+        dtype: compute dtype of a new device class; None chooses as `load_model` does.
+        params: weights of a bundle without any.
+
+    Raises:
+        PublishError, BundleError: as `export`; the model's code is not part of funcrt; the model or
+            the options do not fit the bundle; its graphs are of another MLX version.
+    """
+    folder = Path(folder).resolve()
+    manifest = checks.load_manifest(folder)
+    old = manifest.targets.get(device_class())
+    if old is not None:
+        _check_options(folder, old, dtype, kv_bits)
+        dtype, kv_bits = old.dtype, old.layout.kv_bits
+        plan = old.plan if plan is None else old.plan.joined(plan)
+    elif plan is None:
+        plan = next(iter(manifest.targets.values())).plan
+    model = model or rebuild(folder, manifest, dtype, params)
+    check_same(folder, manifest, model, old)
+    same = old is not None and model.choose_layout(plan, kv_bits) == old.layout
+    present = old.functions if old is not None and same else ()
+    maker = TargetMaker(model, device_class(), plan, kv_bits, present)
+    return _change(folder, manifest, model, maker, progress)
+
+
+def refresh(
+    folder: str | Path, progress: Progress | None = None, *, params: Weights | None = None
+) -> Bundle:
+    """Export a bundle again for the MLX and the device class at hand, from what is in it.
+
+    The functions of this device class are replaced as a whole; a device class that the bundle does
+    not have is added, with the shapes of the first that it has. Others stay as they are.
+
+    Args:
+        folder: of the bundle.
+        progress: called with `(done, total, item)`.
+        params: weights of a bundle without any.
+
+    Raises:
+        PublishError, BundleError: as `export`; the model's code is not part of funcrt.
+    """
+    folder = Path(folder).resolve()
+    manifest = checks.load_manifest(folder)
+    old = manifest.targets.get(device_class())
+    like = old or next(iter(manifest.targets.values()))
+    model = rebuild(folder, manifest, old.dtype if old else None, params)
+    maker = TargetMaker(model, device_class(), like.plan, like.layout.kv_bits)
+    return _change(folder, manifest, model, maker, progress)
+
+
+def _check_options(folder: Path, old: Target, dtype: str | None, kv_bits: int | None) -> None:
+    if (made_by := old.producer["mlx"]) != mlx_version():
+        raise BundleError(
+            f"{folder} has graphs of MLX {made_by}, this process runs {mlx_version()}: first "
+            f"`funcrt export --refresh {folder}`"
+        )
+    for name, given, present in (
+        ("dtype", dtype, old.dtype),
+        ("kv_bits", kv_bits, old.layout.kv_bits),
+    ):
+        if given is not None and given != present:
+            raise BundleError(
+                f"{folder} was exported for {device_class()} with {name} {present}, and all its "
+                f"buckets share that; got {given}: leave it out, or export another bundle"
+            )
+
+
+def _change(
+    folder: Path, manifest: Manifest, model: Model, maker: TargetMaker, progress: Progress | None
+) -> Bundle:
+    """Put another target into a bundle that takes the old one's place."""
+    device = device_class()
+    old = manifest.targets.get(device)
+    gone = old.files - maker.kept if old is not None else set()
+    kept = {name: entry for name, entry in manifest.files.items() if name not in gone}
+    before = files.hash_file(folder / MANIFEST)
+    tick = _Ticker(progress, maker.ticks)
+    with _writing(folder) as (place, target):
+        for name in kept:
+            _link(folder / name, place / name)
+        targets = {**manifest.targets, device: maker.make(place, tick)}
+        changed = replace(manifest, targets=targets, files=kept)
+        return _finish(place, target, changed, model, tick, before)
+
+
+def _finish(
+    place: Path, target: Path, manifest: Manifest, model: Model, tick: _Ticker, before: str = ""
+) -> Bundle:
+    """Describe, verify and publish a new folder; the bundle that it returns is open.
+
+    `before` is the digest of the bundle that it was made of, which must still be there.
+    """
+    manifest = replace(manifest, files=files.describe_files(place, manifest.files))
+    checks.save_manifest(place, manifest)
+    own = bool(manifest.params.files)
+    borrowed = place / "borrowed.safetensors"
+    if not own:  # a bundle without weights is verified with those of its model
+        save_arrays(borrowed, model.params)
+    verify_elsewhere(place, () if own else (borrowed,), tick.verifying)
+    borrowed.unlink(missing_ok=True)
+    bundle = open_bundle(place, params=None if own else model.params)
+    if before and files.hash_file(target / MANIFEST) != before:
+        raise BundleError(f"{target} was replaced while this added to it: do it again")
+    publish(place, target, KIND)
     bundle.folder = target
     return bundle
 
 
-def _write(
-    model: Model, plan: BucketPlan, kv_bits: int | None, folder: Path, progress: Progress
-) -> Bundle:
-    """Fill and verify an empty folder; the bundle that it returns is open, but not yet in place."""
-    begin = time.perf_counter()
-    layout = model.choose_layout(plan, kv_bits)
-    recorder = Recorder(model, plan, kv_bits)
-    manifest = _describe(model, plan, layout)
-    # Weights and every function; golden calls; every function again when it is verified.
-    tick = _Ticker(progress, 1 + 2 * len(manifest.functions) + recorder.ticks)
-    _save_weights(model, manifest, folder)
-    tick("weights")
-    reports = [_export_function(model, layout, entry, folder, tick) for entry in manifest.functions]
-    recording = recorder.record(tick)
-    save_arrays(folder / recording.golden.file, recording.arrays)
-    manifest = replace(manifest, golden=recording.golden, files=describe_files(folder))
-    save_manifest(folder, manifest)
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[tuple[Path, Path]]:
+    """A new folder, and where it is to go."""
+    target = Path(os.path.abspath(folder))  # noqa: PTH100 (resolve() would follow a link)
+    try:
+        with staging(target, KIND) as place:
+            yield place, target
+    except FuncrtError:
+        raise
+    except (OSError, RuntimeError) as error:
+        raise BundleError(f"cannot export to {folder}: {error}") from error
 
-    verify_begin = time.perf_counter()
-    imported = _verify_elsewhere(folder, tick)
-    end = time.perf_counter()
-    errors = [
-        replace(r, compiled=recording.compiled.get(r.function), imported=imported[r.function])
-        for r in reports
-    ]
-    report = ExportReport(end - begin, end - verify_begin, tuple(errors))
-    save_manifest(folder, replace(manifest, report=report))
-    return open_bundle(folder)
+
+def _link(file: Path, to: Path) -> None:
+    """The same file twice where the file system can; nobody writes to it in either place."""
+    to.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(file.resolve(), to)
+    except OSError:
+        shutil.copyfile(file, to)
 
 
 class _Ticker:
     """Counts parts done and passes the count on."""
 
-    def __init__(self, progress: Progress, total: int) -> None:
-        self._progress, self._total, self._done = progress, total, 0
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress = progress or (lambda done, total, item: None)
+        self._done, self._total, self._verifying = 0, total, False
 
     def __call__(self, item: str) -> None:
         self._done += 1
-        self._progress(self._done, self._total, item)
+        self._progress(self._done, max(self._total, self._done), item)
+
+    def verifying(self, item: str, total: int) -> None:
+        """One of `total` parts of a verification is done."""
+        if not self._verifying:
+            self._verifying = True
+            self._total += total
+        self(item)
 
 
-def _describe(model: Model, plan: BucketPlan, layout: CacheLayout) -> Manifest:
-    """The manifest without what is only known at the end: golden calls, files, report."""
-    device = device_class()
-    shards = _shard(model.params)
-    manifest = Manifest(
+def _describe(model: Model, shards: list[str], targets: dict[str, Target]) -> Manifest:
+    """The manifest but for its files."""
+    config = model.config.to_dict()
+    del config["dtype"]  # it belongs to the targets
+    return Manifest(
         format=FORMAT,
         schema_version=SCHEMA_VERSION,
-        producer={"funcrt": __version__, "mlx": mlx_version(), "platform": platform.platform()},
-        model=model.config.to_dict(),
+        family=model.config.model_type if is_own(model.family) else None,
+        model=config,
         vocab_size=model.vocab_size,
         max_positions=model.config.max_positions,
-        dtype=model.config.dtype,
-        plan=plan,
-        cache=describe_state(model.cache_spec(layout)),
-        params=ParamsEntry(
-            files=tuple(_shard_name(i, len(shards)) for i in range(len(shards))),
-            stored=describe_arrays(model.params),
-            prepared={device: describe_arrays(model.prepared)},
-        ),
-        functions=(),
-        golden=Golden(GOLDEN_FILE, 0.0, ()),
-        files={},
         fingerprint=model.fingerprint,
+        params=ParamsEntry(tuple(shards), describe_arrays(model.params)),
+        targets=targets,
+        files={},
     )
-    entries = [
-        describe_step(step.name, bucket, device, manifest)
-        for step in STEPS.values()
-        for bucket in step.buckets(plan.batch, plan.tokens, plan.capacity)
-    ]
-    return replace(manifest, functions=(describe_prepare(device), *entries))
-
-
-def _save_weights(model: Model, manifest: Manifest, folder: Path) -> None:
-    """Weights as stored and the tokenizer's files."""
-    for name, shard in zip(manifest.params.files, _shard(model.params), strict=True):
-        save_arrays(folder / name, shard, {"format": "mlx"})
-    if model.tokenizer is not None:
-        model.tokenizer.save(folder)
 
 
 def _shard(params: Params) -> list[Params]:
@@ -206,101 +308,9 @@ def _shard(params: Params) -> list[Params]:
     return shards
 
 
-def _shard_name(index: int, count: int) -> str:
+def _shard_names(shards: list[Params]) -> list[str]:
     """One file, or numbered ones; the manifest lists them, so no other index is needed."""
-    return (
-        "params.safetensors" if count == 1 else f"params-{index + 1:05}-of-{count:05}.safetensors"
-    )
-
-
-def _export_function(
-    model: Model, layout: CacheLayout, entry: FunctionEntry, folder: Path, tick: _Ticker
-) -> FunctionReport:
-    begin = time.perf_counter()
-    path = folder / entry.file
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if entry.bucket is None:
-        function = flatten(model.prepare, model.params)[0]
-        example = list(model.params.values())
-    else:
-        function = model.flat_step(entry.name, entry.bucket, layout)
-        example = _leaves(model.example(entry.name, entry.bucket, layout))
-    mx.export_function(str(path), function, *example)
-    size = path.stat().st_size
-    if size > _GRAPH_BYTES + _GRAPH_BYTES_PER_INPUT * len(example):
-        raise BundleError(
-            f"{entry.key}: its graph takes {size} bytes, so it holds weights; the function must "
-            "take every large array as an argument"
-        )
-    tick(f"export {entry.key}")
-    return FunctionReport(entry.key, time.perf_counter() - begin, size)
-
-
-def _leaves(example: Sequence[Mapping[str, mx.array] | mx.array]) -> list[mx.array]:
-    return [
-        leaf
-        for item in example
-        for leaf in ([item] if isinstance(item, mx.array) else item.values())
-    ]
-
-
-# --- verification in a process of its own --------------------------------------------------------
-
-
-def _verify_elsewhere(folder: Path, tick: _Ticker) -> dict[str, float]:
-    """Verify in a new process; distance from the eager run by function.
-
-    Raises BundleError naming the checks that failed.
-    """
-    device = "cpu" if mx.default_device().type == mx.DeviceType.cpu else "gpu"
-    module = "funcrt.bundle.verifier"
-    command = [sys.executable, "-m", module, "--json", "--device", device, str(folder)]
-    # The same packages, wherever this process found them; not what lies in the current folder.
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    root = Path(funcrt.__file__).parents[1]
-    checks: list[dict[str, Any]] = []
-    with (
-        tempfile.TemporaryFile("w+") as errors,
-        subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment, cwd=root
-        ) as process,
-    ):
-        try:
-            checks = _follow(process.stdout or (), tick)
-        except BaseException:
-            process.kill()
-            raise
-        status = process.wait()
-        errors.seek(0)
-        said = errors.read().strip().splitlines()
-    failed = [check for check in checks if not check["passed"]]
-    if failed:
-        raise BundleError(
-            f"the exported functions are wrong, nothing is published: {_list(failed)}"
-        )
-    if status or not checks:
-        reason = said[-1] if said else f"exit status {status}"
-        raise BundleError(f"the exported functions do not run, nothing is published: {reason}")
-    return {c["function"]: c["eager"] for c in checks if c["check"] == "error"}
-
-
-def _follow(lines: Iterable[str], tick: _Ticker) -> list[dict[str, Any]]:
-    for line in lines:
-        message = json.loads(line)
-        if "checks" in message:
-            checks: list[dict[str, Any]] = message["checks"]
-            return checks
-        tick(f"verify {message['item']}")
-    return []
-
-
-def _list(failed: Sequence[dict[str, Any]], most: int = 4) -> str:
-    listed = [
-        f"{check['function']} {check['check']} {check['measured']} (at most {check['allowed']})"
-        for check in failed
-    ]
-    return some_of(listed, most, "; ")
-
-
-def _silent(done: int, total: int, item: str) -> None:
-    pass
+    count = len(shards)
+    if count == 1:
+        return ["params.safetensors"]
+    return [f"params-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from funcrt.buckets import BucketPlan
 from funcrt.bundle.choices import expect_choice, expect_top
 from funcrt.bundle.layout import Call, make_layout
-from funcrt.bundle.manifest import Golden, GoldenCall, GoldenCase
+from funcrt.bundle.manifest import GROW, Golden, GoldenCall, GoldenCase
 from funcrt.bundle.reference import Reference, References
 from funcrt.bundle.replay import STORED_INPUTS, measure_error, observe_params, replay
 from funcrt.compiled import Compiled
@@ -21,8 +21,6 @@ from funcrt.params import FLOATS
 from funcrt.steps import STEPS
 
 import mlx.core as mx
-
-FILE = "golden.safetensors"
 
 _MOST_SPOTS = 256  # rows of one call whose logits are compared
 _PARAM_PROBES = 2048
@@ -57,7 +55,8 @@ class Recorder:
         self._kv_bits = kv_bits
         spec = model.cache_spec(model.choose_layout(plan, kv_bits))
         is_recurrent = any(entry.kind == "recurrent" for entry in spec)
-        self._cases = make_layout(plan, model.vocab_size, hides=not is_recurrent)
+        has_slots = any("S" in entry.shape for entry in spec)
+        self._cases = make_layout(plan, model.vocab_size, hides=not is_recurrent, grows=has_slots)
         self._references = References(self._cases)
 
     @property
@@ -66,21 +65,29 @@ class Recorder:
         calls = sum(len(case.calls) for case in self._cases)
         return self._references.count + calls + len(self._cases[0].calls)
 
-    def record(self, tick: Tick) -> Recording:
-        """Run everything; `tick` is called with the name of each part done."""
+    def record(self, file: str, tick: Tick) -> Recording:
+        """Run everything.
+
+        Args:
+            file: where the arrays will be.
+            tick: called with the name of each part done.
+        """
         self._references.run(self._model, tick)
-        golden, arrays = self._expect()
+        golden, arrays = self._expect(file)
         golden = self._measure_eager(golden, arrays, tick)
         compiled = self._measure_compiled(golden, arrays, tick)
         arrays |= _probe_params(list(self._model.prepared.values()))
         return Recording(golden, arrays, compiled)
 
-    def _expect(self) -> tuple[Golden, Arrays]:
+    def _expect(self, file: str) -> tuple[Golden, Arrays]:
         arrays: Arrays = {}
         cases = []
         for i, case in enumerate(self._cases):
             calls = []
             for j, call in enumerate(case.calls):
+                if call.function == GROW:  # it has to keep what is there, whatever that is
+                    calls.append(GoldenCall(GROW, 1, fresh=False, undo=False, scale=1.0))
+                    continue
                 found = [self._references.of(spot.row) for spot in call.spots]
                 ids = self._references.fill(call)
                 before = arrays.get(f"{i}.{j - 1}.logits")
@@ -89,13 +96,16 @@ class Recorder:
                 form = (call.function, call.tokens, call.fresh, call.undo)
                 calls.append(GoldenCall(*form, scale, 0.0, 0.0))
             cases.append(GoldenCase(case.batch, case.capacity, tuple(calls)))
-        return Golden(FILE, _PARAM_ROUNDING[self._model.config.dtype], tuple(cases)), arrays
+        return Golden(file, _PARAM_ROUNDING[self._model.config.dtype], tuple(cases)), arrays
 
     def _measure_eager(self, golden: Golden, arrays: Arrays, tick: Tick) -> Golden:
         """Record the eager run, its error, and so the error that is allowed."""
         measured = {}
         for place, seen in replay(self._compiled(eager=True), golden, arrays):
             prefix, call = place.prefix, place.call
+            if call.function == GROW:
+                measured[prefix] = call
+                continue
             error = measure_error(seen.values, arrays[f"{prefix}reference"], call.scale)
             arrays[f"{prefix}eager"] = seen.values
             if STEPS[call.function].outputs != ("logits",):
@@ -123,6 +133,8 @@ class Recorder:
         measured = {}
         first = replace(golden, cases=golden.cases[:1])
         for place, seen in replay(self._compiled(eager=False), first, arrays):
+            if place.call.function == GROW:
+                continue
             eager = arrays[f"{place.prefix}eager"]
             measured[place.key] = measure_error(seen.values, eager, place.call.scale)
             tick(f"compiled {place.key}")
@@ -131,6 +143,8 @@ class Recorder:
     def _allow(self, call: GoldenCall, worst: float) -> GoldenCall:
         """Limit one call by the eager run's largest error, since that of a few values is chance."""
         on_cpu = mx.default_device().type == mx.DeviceType.cpu
+        if call.function == GROW:
+            return call
         plain = self._model.config.dtype == "float32" and self._kv_bits is None
         exact = not STEPS[call.function].has_state or (on_cpu and plain)
         # Other devices may multiply float32 in fewer bits; eager runs there do, too.

@@ -15,6 +15,7 @@ from random import Random
 from typing import NamedTuple
 
 from funcrt.buckets import BucketPlan
+from funcrt.bundle.manifest import GROW
 from funcrt.steps import STEPS
 
 LIKELIEST = -1
@@ -73,19 +74,24 @@ class Case:
     calls: list[Call]
 
 
-def make_layout(plan: BucketPlan, vocab_size: int, hides: bool = True) -> list[Case]:
+def make_layout(
+    plan: BucketPlan, vocab_size: int, hides: bool = True, grows: bool = True
+) -> list[Case]:
     """Every function of the plan in every bucket, once.
 
-    `hides` false leaves out hidden slots, which a model with a recurrent state refuses.
+    `hides` false leaves out hidden slots, which a model with a recurrent state refuses; `grows`
+    false leaves out growing, of a model without slots.
     """
     return [
-        _make_case(plan, batch, capacity, vocab_size, hides)
+        _make_case(plan, batch, capacity, vocab_size, hides, grows)
         for batch in plan.batch
         for capacity in plan.capacity
     ]
 
 
-def _make_case(plan: BucketPlan, batch: int, capacity: int, vocab_size: int, hides: bool) -> Case:
+def _make_case(
+    plan: BucketPlan, batch: int, capacity: int, vocab_size: int, hides: bool, grows: bool
+) -> Case:
     case = Case(batch, capacity, [])
     rows: list[Row] = []
     for number, (function, tokens) in enumerate(_order(plan)):
@@ -104,6 +110,8 @@ def _make_case(plan: BucketPlan, batch: int, capacity: int, vocab_size: int, hid
         case.calls.append(call)
     if capacity == plan.capacity[0]:  # what has no cache: once per batch is enough
         case.calls += [_make_stateless(name, case.calls[-1]) for name in ("sample", "top")]
+    if grows and capacity != plan.capacity[-1]:  # last, since the state is another one after it
+        case.calls.append(_make_stateless(GROW, case.calls[-1]))
     return case
 
 

@@ -1,58 +1,84 @@
-"""Loading a bundle: check everything, import the graphs, prepare the weights, run.
+"""Loading a bundle: check everything, then give the graphs and the weights to a `Bundle`.
 
-Neither the models' code nor converters are imported here.
+Neither the models' code nor converters are imported here, unless `refresh` has to export again.
 """
 
 from __future__ import annotations
 
-import math
-import tempfile
-from collections.abc import Mapping
-from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
-from funcrt import cache, low_rank, streams
-from funcrt.buckets import Bucket, BucketPlan
-from funcrt.bundle import checks
-from funcrt.bundle.manifest import FunctionEntry, Manifest, describe_arrays
-from funcrt.bundle.weights import as_stored, load_stored
-from funcrt.cache import CacheSpec, CacheState
-from funcrt.calling import CallForm
-from funcrt.compiled import Compiled
-from funcrt.errors import BundleError, CapacityError, InputError, TextError
-from funcrt.flat import FlatFunction
-from funcrt.params import Params, evaluate_singly, fingerprint
+from funcrt.bundle import checks, files
+from funcrt.bundle.bundle import Bundle
+from funcrt.bundle.graphs import device_class, mlx_version
+from funcrt.bundle.manifest import Manifest, Target
+from funcrt.bundle.weights import Weights, load_stored, read_weights
+from funcrt.errors import BundleError, InputError, TextError
 from funcrt.text import Tokenizer
-from funcrt.tracing import read
-
-import mlx.core as mx
 
 _ATTEMPTS = 3
 
 
-def load_bundle(folder: str | Path) -> Bundle:
+class OtherMachineError(BundleError):
+    """A bundle is sound, but has no graphs for this MLX or device class."""
+
+
+def load_bundle(
+    folder: str | Path,
+    *,
+    params: Weights | None = None,
+    expected_digest: str | None = None,
+    verify: Literal["once"] | None = None,
+    refresh: bool = False,
+) -> Bundle:
     """Load an exported model.
 
-    Every file is checked before MLX sees it: schema, MLX version, device class, paths, sizes and
-    hashes. Weights are prepared once (dequantized, cast, fused); graphs are imported when used.
+    Everything is checked before MLX sees it: schema, digest, MLX version, device class, paths,
+    sizes and hashes (of weights at the first load on a machine; later their size and header).
+    Weights are prepared once (dequantized, cast, fused); graphs are imported when used.
+
+    Args:
+        folder: of the bundle.
+        params: weights instead of the bundle's own, or for a bundle without any: one safetensors
+            file or several, or arrays by name. What a bundle with weights is not given it reads.
+        expected_digest: what `funcrt export` printed. Hashes inside a bundle show accidents; only
+            this shows that it is the one that was exported.
+        verify: "once" repeats the recorded calls and the invariances the first time that these
+            files meet this device and MLX, and remembers that they passed.
+        refresh: where the graphs are for another MLX or device class, export them again for this
+            one, into the folder. Needs the model's code to be part of funcrt.
 
     Raises:
         BundleError: in one line, what is wrong and what to do.
+        ParamsError: `params` do not fit.
     """
-    bundle = open_bundle(folder)
+    if verify not in (None, "once"):
+        raise InputError(f'verify: expected None or "once", got {verify!r}')
+    try:
+        bundle = open_bundle(folder, params=params, expected_digest=expected_digest)
+    except OtherMachineError:
+        if not refresh:
+            raise
+        from funcrt.bundle.exporter import refresh as export_again  # not needed to load
+
+        bundle = export_again(folder, params=params)
+    if verify == "once":
+        from funcrt.bundle.certificate import ensure_verified
+
+        ensure_verified(bundle)
     _ = bundle.prepared
     return bundle
 
 
-def open_bundle(folder: str | Path) -> Bundle:
+def open_bundle(
+    folder: str | Path, *, params: Weights | None = None, expected_digest: str | None = None
+) -> Bundle:
     """`load_bundle` that leaves the weights on disk until they are used."""
     folder = Path(folder).absolute()
     for attempt in range(_ATTEMPTS):
         before = _identity(folder)
         try:
-            return _open(folder)
+            return _open(folder, params, expected_digest)
         except BundleError:
             # An export may have replaced the whole folder while it was read.
             if attempt == _ATTEMPTS - 1 or _identity(folder) == before:
@@ -60,295 +86,54 @@ def open_bundle(folder: str | Path) -> Bundle:
     raise AssertionError("unreachable")
 
 
-def mlx_version() -> str:
-    """Version of the MLX that runs, which graphs are bound to."""
-    version: str = mx.__version__  # type: ignore[attr-defined]
-    return version
-
-
-def device_class() -> str:
-    """What the default device is to a bundle: "cpu", "cuda" or "metal"."""
-    if mx.default_device().type == mx.DeviceType.cpu:
-        return "cpu"
-    return "metal" if mx.metal.is_available() else "cuda"
-
-
-class Bundle(CallForm):
-    """An exported model, run through its own graphs.
-
-    Attributes:
-        folder: where it was read from.
-        manifest: what it holds.
-        device: device class whose functions it runs.
-        vocab_size: V.
-        max_positions: longest text that the model was trained for.
-        dtype: of logits and cache.
-        plan: the declared buckets.
-        cache_spec: the arrays of a cache state.
-        tokenizer: None for a model of ids only.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        manifest: Manifest,
-        device: str,
-        stored: Params,
-        graphs: dict[str, bytes],
-        tokenizer: Tokenizer | None,
-    ) -> None:
-        self.folder = folder
-        self.manifest = manifest
-        self.device = device
-        self.vocab_size = manifest.vocab_size
-        self.max_positions = manifest.max_positions
-        self.dtype = manifest.dtype
-        self.plan = manifest.plan
-        self.cache_spec = manifest.cache_spec
-        self.tokenizer = tokenizer
-        self._functions = manifest.step_functions(device)
-        self._stored = stored
-        self._graphs = graphs
-        self._imported: dict[str, FlatFunction] = {}
-
-    def __repr__(self) -> str:
-        return f"Bundle({str(self.folder)!r}, {self.dtype}, {self.device})"
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """The ids that end a text: the tokenizer's, or those of the config where there is none."""
-        if self.tokenizer is not None:
-            return self.tokenizer.eos_token_ids
-        return tuple(self.manifest.model.get("eos_token_ids", ()))
-
-    @cached_property
-    def prepared(self) -> list[mx.array]:
-        """The weights that graphs take, made by the exported `prepare`."""
-        entry = self.manifest.prepare_function(self.device)
-        with streams.turn():
-            made = list(self._import(entry)(*self._stored.values()))
-            expected = self.manifest.params.prepared[self.device]
-            names = [spec.name for spec in expected]
-            if len(made) != len(names) or describe_arrays(dict(zip(names, made, strict=True))) != (
-                expected
-            ):
-                raise BundleError(f"{self.folder}: {entry.file} returns other weights than listed")
-            self._stored = {}  # not held beside what is made of them
-            evaluate_singly(made)
-        return made
-
-    @property
-    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the weights that `with_params` takes, in order."""
-        return {spec.name: spec.shape for spec in self.manifest.params.stored}
-
-    def with_params(self, params: Mapping[str, mx.array]) -> Bundle:
-        """The same functions over other weights: a fine-tune, or another adapter.
-
-        They go through the exported `prepare`, so nothing is exported again and no model's code
-        runs. Imported graphs are shared with this bundle; the folder stays as it is, and so do
-        its golden calls, which say nothing about other weights.
-
-        Args:
-            params: by the names of `stored_shapes`, of the same shapes and dtypes (floats are
-                cast); what is left out is read from the folder again.
-
-        Raises:
-            ParamsError: unknown names, other shapes, or other packings.
-            BundleError: the folder is needed and has been replaced.
-        """
-        names = [spec.name for spec in self.manifest.params.stored]
-        given = as_stored(params, self.manifest.params.stored)
-        if len(given) < len(names):
-            fresh = open_bundle(self.folder)
-            if fresh.manifest.files != self.manifest.files:
-                raise BundleError(f"{self.folder} was replaced since it was loaded: load it again")
-            given = {**fresh._stored, **given}
-        given = {name: given[name] for name in names}
-        mx.eval(given)
-        values = {**self.manifest.model, "dtype": None, "architectures": None}
-        manifest = replace(self.manifest, fingerprint=fingerprint(given, values))
-        other = Bundle(self.folder, manifest, self.device, given, self._graphs, self.tokenizer)
-        other._imported = self._imported
-        return other
-
-    @cached_property
-    def adapter_count(self) -> int:
-        """How many adapters the rows of a batch can choose from."""
-        return low_rank.count(self.stored_shapes)
-
-    @property
-    def config_values(self) -> Mapping[str, Any]:
-        """The exported model's config as plain values."""
-        return self.manifest.model
-
-    @property
-    def whole_cache_spec(self) -> CacheSpec:
-        """The arrays of a cache state."""
-        return self.cache_spec
-
-    @property
-    def weight_bytes(self) -> tuple[int, int]:
-        """Bytes of the prepared weights; of the stored ones nothing stays."""
-        specs = self.manifest.params.prepared[self.device]
-        return sum(math.prod(spec.shape) * getattr(mx, spec.dtype).size for spec in specs), 0
-
-    def init_cache(self, batch: int, capacity: int) -> CacheState:
-        """An empty cache state. Raises CapacityError unless both sizes are declared."""
-        self.plan.check(batch, capacity)
-        return cache.init_cache(self.cache_spec, batch, capacity)
-
-    def compiled(self, plan: BucketPlan | None = None) -> Compiled:
-        """The exported functions, compiled when first used.
-
-        Raises CapacityError when `plan` has more than the bundle declares.
-        """
-        for name in ("batch", "tokens", "capacity"):
-            declared = getattr(self.plan, name)
-            extra = sorted({*getattr(plan or self.plan, name)} - {*declared})
-            if extra:
-                raise CapacityError(
-                    f"plan {name} {', '.join(map(str, extra))} was not exported; "
-                    f"exported: {', '.join(map(str, declared))}"
-                )
-        return Compiled(
-            self._source,
-            params=self.prepared,
-            cache_spec=self.cache_spec,
-            plan=plan or self.plan,
-            vocab_size=self.vocab_size,
-            dtype=self.dtype,
-            is_imported=True,
-        )
-
-    @cached_property
-    def functions(self) -> Compiled:
-        """What `forward` and calls of the bundle run on."""
-        return self.compiled()
-
-    def forward(
-        self, tokens: mx.array, mask: mx.array, cache_state: CacheState
-    ) -> tuple[mx.array, CacheState]:
-        """The contract, with the weights bound: `(logits [B,T,V], cache_state)`.
-
-        It reads nothing from the device, so what does not fit the capacity is dropped; `lengths`
-        then tells. Calling the bundle itself grows the cache instead.
-
-        Args:
-            tokens: int32 `[B, T]`; B must be declared, T is padded to the next declared one.
-            mask: bool `[B, 1, T, S]`, S the declared capacity of `cache_state`.
-            cache_state: from `init_cache` or an earlier call.
-
-        Raises:
-            InputError, CacheError: shapes or dtypes that do not fit.
-            CapacityError: sizes that were not exported.
-        """
-        state = self.check_cache(cache_state)
-        cache.check_call(tokens, mask, state, None)
-        wanted = tokens.shape[1]
-        size = self.plan.choose_tokens(wanted)
-        if wanted > size:
-            raise CapacityError(
-                f"{wanted} tokens in one call, largest is {size}: call the bundle itself, which "
-                f"feeds them in chunks, or export a larger one (--tokens {wanted})"
-            )
-        if size > wanted:
-            tokens = mx.pad(tokens, [(0, 0), (0, size - wanted)])
-            mask = mx.pad(mask, [(0, 0), (0, 0), (0, size - wanted), (0, 0)])
-        logits, state = self.functions.forward(tokens, mask, state)
-        return logits[:, :wanted] if size > wanted else logits, state
-
-    @property
-    def fingerprint(self) -> str:
-        """That of the model that was exported."""
-        return self.manifest.fingerprint
-
-    def check_cache(self, state: CacheState) -> CacheState:
-        """The same arrays in the fixed order. Raises CacheError for a cache of another model."""
-        return cache.check_state(self.cache_spec, state)
-
-    def choose_size(self, rows: int, tokens: int) -> tuple[int, int]:
-        """The smallest declared batch and capacity. Raises CapacityError."""
-        return self.plan.choose_batch(rows), self.plan.choose_capacity(tokens)
-
-    def _run(
-        self,
-        tokens: mx.array,
-        mask: mx.array,
-        state: CacheState,
-        looks_back: bool,
-        positions: mx.array | None,
-    ) -> tuple[mx.array, CacheState]:
-        """Any T, in chunks of the largest declared one."""
-        if positions is not None:
-            raise InputError("positions: a bundle has no function that takes them; use the model")
-        largest = self.plan.tokens[-1]
-        count = tokens.shape[1]
-        if count <= largest:
-            return self.forward(tokens, mask, state)
-        if not looks_back:
-            _check_chunks(mask, state["lengths"], largest)
-        parts = []
-        for start in range(0, count, largest):
-            chunk = slice(start, start + largest)
-            logits, state = self.forward(tokens[:, chunk], mask[:, :, chunk], state)
-            parts.append(logits)
-        return mx.concatenate(parts, axis=1), state
-
-    def _source(self, name: str, bucket: Bucket) -> FlatFunction:
-        return self._import(self._functions[name, bucket])
-
-    def _import(self, entry: FunctionEntry) -> FlatFunction:
-        if entry.key not in self._imported:
-            self._imported[entry.key] = _import_graph(self._graphs[entry.key], entry)
-            del self._graphs[entry.key]
-        return self._imported[entry.key]
-
-
-def _check_chunks(mask: mx.array, lengths: mx.array, largest: int) -> None:
-    """Raise CapacityError if a token sees one of a later chunk, which is not written yet."""
-    real = mx.any(mask, axis=(1, 3)).astype(mx.int32)  # [B,T]
-    slots = mx.arange(mask.shape[3], dtype=mx.int32)
-    total = (lengths + mx.sum(real, axis=1))[:, None, None, None]
-    ahead = []
-    for start in range(0, mask.shape[2], largest):
-        after = lengths + mx.sum(real[:, : start + largest], axis=1)
-        later = (slots >= after[:, None, None, None]) & (slots < total)
-        ahead.append(mx.any(mask[:, :, start : start + largest] & later))
-    if read(mx.any(mx.stack(ahead))) is True:
-        raise CapacityError(
-            f"the mask lets a token see one more than {largest} tokens ahead in chunks: "
-            f"export with --tokens {mask.shape[2]}, or pass a mask that looks back only"
-        )
-
-
-def _open(folder: Path) -> Bundle:
+def _open(folder: Path, params: Weights | None, expected_digest: str | None) -> Bundle:
     manifest, digest = checks.read_manifest(folder)
-    made_by, running = manifest.producer["mlx"], mlx_version()
-    if made_by != running:
-        raise BundleError(
-            f"{folder} was made by MLX {made_by}, this process runs {running}, and graphs do "
-            f"not survive a change of version: pip install mlx=={made_by}, or export it again"
-        )
+    _check_authentic(folder, digest, expected_digest)
     device = device_class()
-    if device not in manifest.device_classes:
-        raise BundleError(
-            f"{folder} has functions for {', '.join(manifest.device_classes)}, this process runs "
-            f"on {device}: export it on such a device, or choose another default device"
-        )
+    target = _find_target(folder, manifest, device)
     checks.check_digest(folder, digest)
-    checks.check_files(folder, manifest)
-    entries = [manifest.prepare_function(device), *manifest.step_functions(device).values()]
+    files.check_files(folder, manifest, digest, full=False)
+    entries = [target.prepare_function(), *target.step_functions().values()]
     # Held in memory, so that a bundle that is replaced later still runs.
-    graphs = {entry.key: checks.read_file(folder, entry.file, manifest) for entry in entries}
-    return Bundle(
-        folder,
-        manifest,
-        device,
-        load_stored(folder, manifest),
-        graphs,
-        _tokenizer(folder, manifest),
+    graphs = {entry.key: files.read_file(folder, entry.file, manifest) for entry in entries}
+    tokenizer = _tokenizer(folder, manifest)
+    if params is None and not manifest.params.files:
+        raise BundleError(
+            f"{folder} was exported without weights: give some (params=..., --params FILE)"
+        )
+    stored = load_stored(folder, manifest) if manifest.params.files else {}
+    bundle = Bundle(folder, manifest, digest, device, stored, graphs, tokenizer)
+    return bundle if params is None else bundle.with_params(read_weights(params))
+
+
+def _check_authentic(folder: Path, digest: str, expected: str | None) -> None:
+    if expected is not None and digest != expected.lower():
+        raise BundleError(
+            f"{folder} is not the bundle that was expected: the sha256 of its manifest is "
+            f"{digest}, expected {expected}"
+        )
+
+
+def _find_target(folder: Path, manifest: Manifest, device: str) -> Target:
+    """What was exported for this device class and MLX. Raises OtherMachineError."""
+    again = (
+        f"`funcrt export --refresh {folder}` exports it again for this machine"
+        if manifest.family is not None
+        else "export it again from its checkpoint (its model's code is not part of funcrt)"
     )
+    target = manifest.targets.get(device)
+    if target is None:
+        raise OtherMachineError(
+            f"{folder} has functions for {', '.join(sorted(manifest.targets))}, this process runs "
+            f"on {device}: choose another default device, or {again}"
+        )
+    made_by, running = target.producer["mlx"], mlx_version()
+    if made_by != running:
+        raise OtherMachineError(
+            f"{folder} was made by MLX {made_by}, this process runs {running}, and graphs do "
+            f"not survive a change of version: pip install mlx=={made_by}, or {again}"
+        )
+    return target
 
 
 def _tokenizer(folder: Path, manifest: Manifest) -> Tokenizer | None:
@@ -358,19 +143,6 @@ def _tokenizer(folder: Path, manifest: Manifest) -> Tokenizer | None:
         return Tokenizer.from_folder(folder)
     except TextError as error:
         raise BundleError(f"{folder}: {error}") from None
-
-
-def _import_graph(graph: bytes, entry: FunctionEntry) -> FlatFunction:
-    """MLX reads graphs from files only, and keeps the file open as long as it needs it."""
-    try:
-        with tempfile.NamedTemporaryFile(suffix=".mlxfn") as file:
-            file.write(graph)
-            file.flush()
-            with streams.importing():
-                function: FlatFunction = mx.import_function(file.name)  # type: ignore[assignment]
-            return function
-    except (OSError, RuntimeError, ValueError) as error:
-        raise BundleError(f"cannot import {entry.file}: {error}") from None
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:

@@ -1,9 +1,11 @@
 """`manifest.json`: everything that a loader has to know about a bundle, in any language.
 
-Graphs take arrays by position: the params group that the entry names, in the order listed once
-for the bundle; then the entry's own inputs; then, if it has one, the cache state in the order of
-`cache`. They return the entry's outputs and then the state. `manifest.json.sha256` holds the hash
-of the manifest's own bytes, in the form that `sha256sum --check` reads.
+What is the same on every machine stands at the top; what was exported for one device class is a
+`Target`, with the MLX version that made it. Graphs take arrays by position: the params group that
+the entry names, in the order listed once; then the entry's own inputs; then, if it has one, the
+cache state in the order of `cache`. They return the entry's outputs and then the state.
+`manifest.json.sha256` holds the hash of the manifest's own bytes, in the form that
+`sha256sum --check` reads.
 
 Rules of `schema_version`: fields may be added within a major version and readers pass over those
 they do not know; another major version is refused.
@@ -11,22 +13,24 @@ they do not know; another major version is refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from funcrt.buckets import Bucket, BucketPlan
-from funcrt.cache import CacheEntry, CacheSpec
+from funcrt.cache import CacheEntry, CacheLayout, CacheSpec
 from funcrt.errors import BundleError
 from funcrt.steps import STEPS, input_shape, output_shape
 
 import mlx.core as mx
 
 FORMAT = "funcrt-bundle"
-SCHEMA_VERSION = "2.0"
+SCHEMA_VERSION = "3.0"
 MANIFEST = "manifest.json"
 DIGEST = "manifest.json.sha256"
+CERTIFICATE = "certificate.json"
 PREPARE = "prepare"
+GROW = "grow"
 DEVICE_CLASSES = ("cpu", "cuda", "metal")
 
 
@@ -59,23 +63,25 @@ class FunctionEntry:
 
     Attributes:
         name: `prepare`, or a row of `funcrt.steps.STEPS`; unknown ones are passed over.
-        device: device class that the graph runs on.
         file: path inside the bundle.
         bucket: its shape; None for `prepare`. Axes that the function lacks are T = 1, S = 0.
         params: "stored" or "prepared", the group it takes first; "none" takes none.
         inputs: arrays after the params.
         state: whether the cache state is the last input and the last output.
         outputs: arrays before the state; `prepare` returns the prepared group instead.
+        grown: capacity of the state that `grow` returns.
+        primitives: nodes of the graph.
     """
 
     name: str
-    device: str
     file: str
     bucket: Bucket | None
     params: str
     inputs: tuple[ArraySpec, ...]
     state: bool
     outputs: tuple[ArraySpec, ...]
+    grown: int | None = None
+    primitives: int = 0
 
     @property
     def key(self) -> str:
@@ -85,11 +91,10 @@ class FunctionEntry:
 
 @dataclass(frozen=True)
 class ParamsEntry:
-    """The weights: as stored, in the order `prepare` takes them, and as it returns them."""
+    """The weights as stored, in the order `prepare` takes them; no files if they are elsewhere."""
 
     files: tuple[str, ...]
     stored: tuple[ArraySpec, ...]
-    prepared: dict[str, tuple[ArraySpec, ...]]  # by device class
 
 
 @dataclass(frozen=True)
@@ -111,8 +116,8 @@ class GoldenCall:
     fresh: bool
     undo: bool
     scale: float
-    eager: float
-    allowed: float
+    eager: float = 0.0
+    allowed: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -139,76 +144,119 @@ class Golden:
 
 @dataclass(frozen=True)
 class FunctionReport:
-    """How the export of one function went; errors are relative to the eager run in `dtype`."""
+    """How the export of one function went.
+
+    `compiled` is the distance of the compiled run from the eager one, over the largest logit, where
+    it was measured; that of the imported function stands in the certificate.
+    """
 
     function: str
     seconds: float
-    bytes: int
     compiled: float | None = None
-    imported: float | None = None
 
 
 @dataclass(frozen=True)
 class ExportReport:
-    """How the export went. For people; loaders do not need it."""
+    """How the export went, until its verification. For people; loaders do not need it."""
 
     seconds: float
-    verify_seconds: float
     functions: tuple[FunctionReport, ...]
 
 
 @dataclass(frozen=True)
-class FileEntry:
-    """Size in bytes and sha256 of one file."""
+class Target:
+    """What was exported for one device class.
 
-    size: int
-    sha256: str
+    Attributes:
+        producer: "mlx" (the version that made the graphs, the only one that runs them), and for
+            people "funcrt", "platform", "device".
+        dtype: of logits, activations and cache.
+        plan: the declared buckets.
+        layout: how the cache was laid out, the largest T of rings included.
+        cache: the arrays of a cache state, in order.
+        prepared: what `prepare` returns, in order.
+        functions: every graph.
+        golden: recorded calls.
+        report: for people.
+    """
 
-
-@dataclass(frozen=True)
-class Manifest:
-    """The whole file. `model` is a `funcrt.ModelConfig`, which loaders need not understand."""
-
-    format: str
-    schema_version: str
     producer: dict[str, str]
-    model: dict[str, Any]
-    vocab_size: int
-    max_positions: int
     dtype: str
     plan: BucketPlan
+    layout: CacheLayout
     cache: tuple[StateArray, ...]
-    params: ParamsEntry
+    prepared: tuple[ArraySpec, ...]
     functions: tuple[FunctionEntry, ...]
     golden: Golden
-    files: dict[str, FileEntry]
-    fingerprint: str = ""
     report: ExportReport | None = None
-
-    @property
-    def device_classes(self) -> tuple[str, ...]:
-        """Device classes that functions exist for."""
-        return tuple(sorted({entry.device for entry in self.functions}))
 
     @property
     def cache_spec(self) -> CacheSpec:
         """The state's arrays."""
         return tuple(CacheEntry(a.name, a.shape, a.dtype, a.fill) for a in self.cache)
 
-    def step_functions(self, device: str) -> dict[tuple[str, Bucket], FunctionEntry]:
-        """The functions of a device class that this version of funcrt calls."""
+    @property
+    def files(self) -> set[str]:
+        """The files that only this target needs."""
+        return {self.golden.file, *(entry.file for entry in self.functions)}
+
+    def step_functions(self) -> dict[tuple[str, Bucket], FunctionEntry]:
+        """The functions that this version of funcrt calls."""
         return {
             (entry.name, entry.bucket): entry
             for entry in self.functions
-            if entry.device == device and entry.name in STEPS and entry.bucket is not None
+            if entry.name in STEPS and entry.bucket is not None
         }
 
-    def prepare_function(self, device: str) -> FunctionEntry:
+    def prepare_function(self) -> FunctionEntry:
         """The entry of `prepare`. Raises BundleError without one."""
         for entry in self.functions:
-            if entry.device == device and entry.name == PREPARE:
+            if entry.name == PREPARE:
                 return entry
-        raise BundleError(f"{MANIFEST}: no {PREPARE} function for {device}")
+        raise BundleError(f"{MANIFEST}: no {PREPARE} function")
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """Size in bytes and sha256 of one file.
+
+    `header` is the sha256 of a safetensors file's first 8 bytes and the header whose length they
+    give: what tells names, shapes and places of all weights without reading them.
+    """
+
+    size: int
+    sha256: str
+    header: str | None = None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The whole file.
+
+    Attributes:
+        format: `funcrt-bundle`.
+        schema_version: of this file's form.
+        family: `model_type` whose code `funcrt.models` has; None where it came from elsewhere, and
+            only whoever has it can export again.
+        model: a `funcrt.ModelConfig` without its dtype. Loaders need not understand it.
+        vocab_size: V.
+        max_positions: longest text that the model was trained for.
+        fingerprint: over the config and every weight.
+        params: the weights.
+        targets: by device class, of `DEVICE_CLASSES`.
+        files: every file but the manifest, its hash and the certificate.
+    """
+
+    format: str
+    schema_version: str
+    family: str | None
+    model: dict[str, Any]
+    vocab_size: int
+    max_positions: int
+    fingerprint: str
+    params: ParamsEntry
+    targets: dict[str, Target]
+    files: dict[str, FileEntry]
 
 
 def describe_state(spec: CacheSpec) -> tuple[StateArray, ...]:
@@ -216,25 +264,36 @@ def describe_state(spec: CacheSpec) -> tuple[StateArray, ...]:
     return tuple(StateArray(e.name, e.kind, e.shape, e.dtype, e.fill) for e in spec)
 
 
-def describe_step(name: str, bucket: Bucket, device: str, manifest: Manifest) -> FunctionEntry:
-    """The entry that a row of `STEPS` must have."""
-    step, sizes = STEPS[name], (bucket, manifest.vocab_size, manifest.dtype)
+def describe_step(
+    name: str, bucket: Bucket, device: str, vocab_size: int, dtype: str, plan: BucketPlan
+) -> FunctionEntry:
+    """The entry that a row of `STEPS` must have, but for its primitives."""
+    step, sizes = STEPS[name], (bucket, vocab_size, dtype)
     return FunctionEntry(
         name=name,
-        device=device,
         file=f"functions/{device}/{name}_{bucket}.mlxfn",
         bucket=bucket,
         params="prepared" if step.has_params else "none",
         inputs=tuple(_spec(label, *input_shape(label, *sizes)) for label in step.inputs),
         state=step.has_state,
         outputs=tuple(_spec(label, *output_shape(step, label, *sizes)) for label in step.outputs),
+        grown=plan.next_capacity(bucket.capacity) if step.grows else None,
     )
 
 
+def describe_steps(
+    device: str, vocab_size: int, dtype: str, plan: BucketPlan
+) -> Iterator[FunctionEntry]:
+    """Every function that a plan has, but `prepare`."""
+    for step in STEPS.values():
+        for bucket in step.buckets(plan.batch, plan.tokens, plan.capacity):
+            yield describe_step(step.name, bucket, device, vocab_size, dtype, plan)
+
+
 def describe_prepare(device: str) -> FunctionEntry:
-    """The entry of `prepare`."""
+    """The entry of `prepare`, but for its primitives."""
     file = f"functions/{device}/{PREPARE}.mlxfn"
-    return FunctionEntry(PREPARE, device, file, None, "stored", (), False, ())
+    return FunctionEntry(PREPARE, file, None, "stored", (), False, ())
 
 
 def describe_arrays(arrays: Mapping[str, mx.array]) -> tuple[ArraySpec, ...]:

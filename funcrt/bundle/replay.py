@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from funcrt import guesses, masks, sampling
-from funcrt.bundle.manifest import Golden, GoldenCall, GoldenCase
+from funcrt.bundle.manifest import GROW, Golden, GoldenCall, GoldenCase
 from funcrt.cache import CacheState, restore, snapshot, state_size
+from funcrt.cache.layout import slot_axis
 from funcrt.compiled import Compiled
 from funcrt.low_rank import take_last
 from funcrt.sampling import Sampled
@@ -33,6 +34,7 @@ STORED_INPUTS: dict[str, tuple[str, ...]] = {
     "verify": ("tokens", "valid", *_SETTINGS),
     "sample": ("logits", "positions", *_SETTINGS),
     "top": (),
+    GROW: (),
 }
 LOGPROB = -1
 """The column of a probe that asks for the log-probability of the chosen token."""
@@ -62,7 +64,7 @@ class Observation(NamedTuple):
         accepted: int32 `[B]`, right guesses; 0 where there are none.
         strange: bool `[B]`, rows that contradict themselves in `"accepted"` or `"history"`: the
             count is not what their tokens and guesses make it, or other tokens were counted than
-            chosen.
+            chosen; or in `"moved"`: growing changed what they hold.
     """
 
     values: mx.array
@@ -90,6 +92,9 @@ def replay(
         if place.call.fresh:
             state = {}  # before the next one exists: two states are not held at once
             state = take_last(compiled.init_cache(place.case.batch, place.case.capacity))
+        if place.call.function == GROW:
+            yield place, observe_growth(state, compiled.grow(state))
+            continue
         saved = snapshot(state) if place.call.undo else {}
         outputs, state = run_call(compiled, place.call.function, inputs, state)
         observed = observe(outputs, arrays[place.prefix + "probes"], inputs, state)
@@ -102,6 +107,8 @@ def replay(
 def take_inputs(place: Place, arrays: Arrays, vocab_size: int, before: Arrays) -> Arrays:
     """The inputs of a call as they were recorded; `before` are those of the call before it."""
     function, prefix = place.call.function, place.prefix
+    if function == GROW:
+        return {}
     if function == "top":
         return {"logits": before["logits"]}
     inputs = {name: arrays[prefix + name] for name in STORED_INPUTS[function]}
@@ -194,6 +201,33 @@ def observe(outputs: Arrays, probes: mx.array, inputs: Arrays, state: CacheState
         logprobs = outputs["logprobs"].reshape(-1)[rows]
         values = mx.where(columns == LOGPROB, logprobs, values)
     return Observation(values, tokens, lengths, accepted, _find_strange(outputs, inputs))
+
+
+def observe_growth(before: CacheState, after: CacheState) -> Observation:
+    """Slots 0 to S - 2 of every array have to be what they were, and all behind them 0."""
+    lengths = before["lengths"]
+    moved = mx.zeros(lengths.shape, mx.bool_)
+    for name, old in before.items():
+        axis, new = slot_axis(name), after[name]
+        if axis is not None:
+            used = old.shape[axis] - 1
+            head, tail = mx.split(new, [used], axis=axis)
+            moved = moved | _any(tail != 0)
+            old, new = mx.split(old, [used], axis=axis)[0], head
+        moved = moved | _any(old != new)
+    nothing = mx.zeros((0,))
+    return Observation(
+        nothing,
+        nothing.astype(mx.int32),
+        after["lengths"],
+        mx.zeros_like(lengths),
+        {"moved": moved},
+    )
+
+
+def _any(flags: mx.array) -> mx.array:
+    """`[B, ...]` -> `[B]`."""
+    return mx.any(flags.reshape(flags.shape[0], -1), axis=1)
 
 
 def _find_strange(outputs: Arrays, inputs: Arrays) -> dict[str, mx.array]:

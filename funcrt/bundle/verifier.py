@@ -14,9 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from funcrt.bundle.checks import check_hash, hash_file
-from funcrt.bundle.loader import Bundle, load_bundle
-from funcrt.bundle.manifest import PREPARE
+from funcrt.bundle.bundle import Bundle
+from funcrt.bundle.files import check_hash, hash_file
+from funcrt.bundle.loader import load_bundle
+from funcrt.bundle.manifest import GROW, PREPARE
 from funcrt.bundle.replay import Observation, Place, measure_error, observe_params, places, replay
 from funcrt.errors import BundleError, FuncrtError, SourceError
 from funcrt.storage import load_arrays
@@ -39,7 +40,7 @@ class Check:
             for `prepare` from the exporting process's weights); "tokens" (chosen tokens that
             differ; near ties are noted instead); "lengths" (rows whose length differs); "accepted"
             (rows that accept another number of guesses than their tokens do); "history" (rows that
-            count other tokens than they chose).
+            count other tokens than they chose); "moved" (rows that growing changed).
         measured, allowed: the two numbers.
         eager: for "error", the same distance from the eager run that the export recorded.
         note: what else a person should know.
@@ -70,7 +71,7 @@ def verify(bundle: Bundle | str | Path, progress: Progress | None = None) -> lis
     """
     if not isinstance(bundle, Bundle):
         bundle = load_bundle(bundle)
-    golden = bundle.manifest.golden
+    golden = bundle.target.golden
     try:
         path = bundle.folder / golden.file
         check_hash(bundle.folder, golden.file, hash_file(path), bundle.manifest)
@@ -83,7 +84,7 @@ def verify(bundle: Bundle | str | Path, progress: Progress | None = None) -> lis
 
 
 def _verify(bundle: Bundle, arrays: Mapping[str, mx.array], progress: Progress) -> list[Check]:
-    golden = bundle.manifest.golden
+    golden = bundle.target.golden
     total = 1 + len(list(places(golden)))
     checks = [_check_params(bundle, arrays)]
     progress(1, total, PREPARE)
@@ -96,11 +97,14 @@ def _verify(bundle: Bundle, arrays: Mapping[str, mx.array], progress: Progress) 
 def _check_params(bundle: Bundle, arrays: Mapping[str, mx.array]) -> Check:
     seen = observe_params(bundle.prepared, arrays["prepare.probes"])
     error = measure_error(seen, arrays["prepare.reference"], arrays["prepare.scale"])
-    return Check(PREPARE, "error", error, bundle.manifest.golden.params_allowed, eager=error)
+    return Check(PREPARE, "error", error, bundle.target.golden.params_allowed, eager=error)
 
 
 def _check_call(place: Place, seen: Observation, arrays: Mapping[str, mx.array]) -> list[Check]:
     call, key = place.call, place.key
+    strange = [Check(key, name, _count(rows), 0) for name, rows in seen.strange.items()]
+    if call.function == GROW:
+        return strange
     recorded = {
         name: arrays[place.prefix + name]
         for name in ("reference", "eager", "expected_tokens", "gaps", "expected_lengths")
@@ -115,7 +119,7 @@ def _check_call(place: Place, seen: Observation, arrays: Mapping[str, mx.array])
         Check(key, "error", error, call.allowed, eager),
         Check(key, "tokens", _count(differs & ~close), 0, note=_list_ties(differs & close)),
         Check(key, "lengths", _count(lengths), 0),
-        *(Check(key, name, _count(rows), 0) for name, rows in seen.strange.items()),
+        *strange,
     ]
 
 
@@ -144,12 +148,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m funcrt.bundle.verifier", description=__doc__)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--device", choices=("cpu", "gpu"), help="default device to run on")
+    parser.add_argument("--params", action="append", help="weights instead of the bundle's own")
     parser.add_argument("--json", action="store_true", help="one object per line, progress first")
     options = parser.parse_args(arguments)
     if options.device:
         mx.set_default_device(mx.cpu if options.device == "cpu" else mx.gpu)
     try:
-        checks = verify(options.bundle, _print_progress if options.json else None)
+        bundle = load_bundle(options.bundle, params=options.params)
+        checks = verify(bundle, _print_progress if options.json else None)
     except FuncrtError as error:
         sys.stderr.write(f"{error}\n")
         return 1

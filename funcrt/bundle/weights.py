@@ -12,6 +12,9 @@ from funcrt.storage import load_arrays
 
 import mlx.core as mx
 
+Weights = str | Path | Sequence[str | Path] | Mapping[str, mx.array]
+"""Safetensors files, folders of them, or arrays by name."""
+
 
 def load_stored(folder: Path, manifest: Manifest) -> Params:
     """The stored weights, lazily, in the manifest's order."""
@@ -26,6 +29,27 @@ def load_stored(folder: Path, manifest: Manifest) -> Params:
     if len(found) != len(names) or describe_arrays(ordered) != manifest.params.stored:
         raise BundleError(f"{folder}: its weights are not those that its manifest lists")
     return ordered
+
+
+def read_weights(weights: Weights) -> Mapping[str, mx.array]:
+    """The arrays of safetensors files, or of all in a folder, lazily; arrays as they are.
+
+    Raises ParamsError for files that cannot be read or hold a name twice.
+    """
+    if isinstance(weights, Mapping):
+        return weights
+    given = [Path(file) for file in ([weights] if isinstance(weights, (str, Path)) else weights)]
+    found: Params = {}
+    files = [f for path in given for f in (sorted(path.glob("*.safetensors")) or [path])]
+    for file in files:
+        try:
+            arrays = load_arrays(file)
+        except SourceError as error:
+            raise ParamsError(str(error)) from None
+        if twice := sorted({*found} & {*arrays}):
+            raise ParamsError(f"{file}: {some_of(twice, 4)} came in an earlier file already")
+        found |= arrays
+    return found
 
 
 def as_stored(params: Mapping[str, mx.array], specs: Sequence[ArraySpec]) -> Params:

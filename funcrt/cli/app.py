@@ -12,7 +12,19 @@ from importlib import metadata
 from typing import Annotated, Any
 
 from funcrt._version import __version__
-from funcrt.cli import batch, bundles, convert, demo, doctor, generate, hub, models, plan, terminal
+from funcrt.cli import (
+    batch,
+    bundles,
+    convert,
+    demo,
+    doctor,
+    export,
+    generate,
+    hub,
+    models,
+    plan,
+    terminal,
+)
 from funcrt.errors import FuncrtError
 
 import typer
@@ -50,7 +62,7 @@ app = typer.Typer(
 for command in (
     convert.convert,
     plan.plan,
-    bundles.export,
+    export.export,
     generate.generate,
     generate.chat,
     batch.batch,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from funcrt.buckets import BucketPlan
-from funcrt.cli import bundles, terminal
+from funcrt.cli import export, terminal
 from funcrt.cli import options as o
 from funcrt.errors import BundleError, FuncrtError
 from funcrt.storage import load_json, save_json
@@ -65,7 +65,7 @@ def _make(bundle: Path, facts_file: Path, quiet: bool) -> dict[str, Any]:
         model = load(checkpoint)
     steps["convert_seconds"] = clock.seconds
     bundle.parent.mkdir(parents=True, exist_ok=True)
-    facts = bundles.export_facts(bundles.export_with_progress(model, bundle, PLAN))
+    facts = export.export_facts(export.export_with_progress(model, bundle, PLAN))
     made = {**steps, **facts}
     save_json(facts_file, made)
     return {**made, "skipped": False}

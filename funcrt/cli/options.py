@@ -50,6 +50,14 @@ Ignore = Annotated[
     list[str] | None,
     typer.Option(help="Config or GGUF key, or tensor, known not to matter here; may repeat."),
 ]
+WeightFiles = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--params",
+        metavar="FILE",
+        help="Weights instead of the bundle's own: a safetensors file, or a folder; may repeat.",
+    ),
+]
 Raw = Annotated[bool, typer.Option("--raw", help="No chat template.")]
 SystemPrompt = Annotated[str | None, typer.Option(help="System message of the chat template.")]
 Memory = Annotated[

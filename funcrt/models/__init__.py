@@ -139,6 +139,11 @@ def read_config(
     return _find(model_type).config.from_hf(hf, dtype, ignore)
 
 
+def is_own(family: Family) -> bool:
+    """Whether a family is one of `FAMILIES`, not a module of another library."""
+    return any(family is one for one in FAMILIES.values())
+
+
 def _find(model_type: Any) -> NetworkFamily:
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConfigError(
