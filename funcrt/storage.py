@@ -14,9 +14,10 @@ from funcrt.errors import SourceError
 import mlx.core as mx
 
 _MOST_HEADER_BYTES = 100_000_000  # the format's own limit
+_LARGEST_AXIS = 2**31 - 1  # MLX counts in int32
 _ITEM_BYTES = {
     "BOOL": 1, "I8": 1, "U8": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
-    "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8,
+    "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8,
     "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
 }  # fmt: skip
 
@@ -61,32 +62,80 @@ def save_arrays(
 
 def load_metadata(path: Path) -> dict[str, str]:
     """The text entries of a safetensors file. Raises SourceError if it is damaged."""
-    entries = _read_header(path)[0].get("__metadata__") or {}  # MLX writes null for none
-    if not isinstance(entries, dict) or not all(isinstance(v, str) for v in entries.values()):
-        raise SourceError(f"{path}: its metadata is damaged")
-    return entries
+    return _read_header(path)[0].get("__metadata__") or {}
+
+
+def parse_json(text: bytes) -> Any:
+    """JSON that every parser reads alike: UTF-8, no name twice in an object, finite numbers only.
+
+    Raises ValueError, RecursionError.
+    """
+    return json.loads(
+        text.decode("utf-8"),
+        object_pairs_hook=_without_twins,
+        parse_float=_finite,
+        parse_constant=_finite,
+    )
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in found if names.count(name) > 1)
+        raise ValueError(f"{twice!r} stands twice in one object")
+    return found
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:40]} is not a number of JSON")
+    return number
 
 
 def check_safetensors(path: Path) -> None:
-    """Raise SourceError unless the header is sound and every tensor lies inside the file."""
+    """Raise SourceError unless the header is sound and its tensors fill the file without overlap.
+
+    The format asks for both, and MLX believes whatever the offsets say.
+    """
     header, room = _read_header(path)
+    places = []
     for name, entry in header.items():
         if name == "__metadata__":
             continue
+        if not name.isprintable():  # surrogates, too, which MLX cannot read
+            raise SourceError(f"{path}: damaged name {name!r}")
         try:
-            first, last = entry["data_offsets"]
-            sound = 0 <= first <= last <= room
-            items = math.prod(entry["shape"])
-            size = items * _ITEM_BYTES.get(entry["dtype"], 0)
-            damaged = min(entry["shape"], default=0) < 0 or size not in (0, last - first)
+            first, last = _whole_numbers(entry["data_offsets"])
+            shape = _whole_numbers(entry["shape"])
+            item = _ITEM_BYTES[entry["dtype"]]
         except (TypeError, KeyError, ValueError):
             raise SourceError(f"{path}: damaged entry for {name}") from None
-        if damaged:
-            raise SourceError(f"{path}: damaged entry for {name}: its shape does not fit its bytes")
-        if not sound:
+        if last > room:
             raise SourceError(
                 f"{path}: {name} ends at byte {last} of {room}: truncated; fetch it again"
             )
+        if max(shape, default=0) > _LARGEST_AXIS or math.prod(shape) * item != last - first:
+            raise SourceError(f"{path}: damaged entry for {name}: its shape does not fit its bytes")
+        places.append((first, last, name))
+    end = 0
+    for first, last, name in sorted(places):
+        if first != end:
+            raise SourceError(
+                f"{path}: damaged entry for {name}: it begins at byte {first} of the data, "
+                f"the tensor before it ends at {end}"
+            )
+        end = last
+    if end != room:
+        raise SourceError(f"{path}: damaged: its tensors end at byte {end} of {room}")
+
+
+def _whole_numbers(values: object) -> list[int]:
+    """A list of them as it is. Raises ValueError; floats and booleans equal integers in Python."""
+    if not isinstance(values, list) or any(type(v) is not int or v < 0 for v in values):
+        raise ValueError
+    return values
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
@@ -101,11 +150,14 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, _MOST_HEADER_BYTES):
                 raise SourceError(f"{path}: truncated, or not a safetensors file")
-            header = json.loads(file.read(length))
+            header = parse_json(file.read(length))
     except FileNotFoundError:
         raise SourceError(f"{path} does not exist") from None
     except (OSError, ValueError, RecursionError) as error:
         raise SourceError(f"{path}: not a readable safetensors file: {error}") from None
     if not isinstance(header, dict):
         raise SourceError(f"{path}: not a safetensors file: its header is not a JSON object")
+    texts = header.get("__metadata__") or {}  # MLX writes null for none
+    if not isinstance(texts, dict) or not all(isinstance(v, str) for v in texts.values()):
+        raise SourceError(f"{path}: its metadata is damaged")
     return header, size - 8 - length
