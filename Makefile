@@ -15,7 +15,7 @@ MIN_PYTHON := import sys; sys.exit(sys.version_info < (3, 10))
 CANDIDATES := python3 python3.13 python3.12 python3.11 python3.10 python
 PYTHON ?= $(shell for p in $(CANDIDATES); do $$p -c '$(MIN_PYTHON)' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help demo test test-long test-families test-all-modules lint format bench bench-full reference pins clean
+.PHONY: help demo cpp test test-long test-families test-all-modules lint format bench bench-full reference pins clean
 .DEFAULT_GOAL := help
 
 help:  ## list these targets
@@ -23,6 +23,11 @@ help:  ## list these targets
 
 demo: $(VENV)/.installed  ## fetch a small model, convert, export, and chat with it in a new process
 	@$(BIN)/funcrt demo
+
+cpp: $(VENV)/.installed  ## build the C++ host, exported/hosts/cpp/build/funcrt_run (needs cmake and a C++ compiler)
+	@command -v cmake >/dev/null || { echo "make cpp needs cmake: apt-get install cmake, brew install cmake, or pip install cmake" >&2; exit 1; }
+	@cmake --log-level=NOTICE -S exported/hosts/cpp -B exported/hosts/cpp/build -DPYTHON='$(abspath $(BIN)/python)'
+	@MAKEFLAGS= cmake --build exported/hosts/cpp/build --parallel $$(getconf _NPROCESSORS_ONLN)
 
 # One BLAS thread: on tiny models more of them only wait for each other. One process: MLX writes the
 # kernels that it compiles to one shared folder, not atomically.
