@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from funcrt.bundle.bundle import Bundle
+    from funcrt.bundle.certificate import Check
     from funcrt.bundle.checks import load_manifest
     from funcrt.bundle.exporter import export, extend, refresh
     from funcrt.bundle.loader import load_bundle
     from funcrt.bundle.manifest import Manifest
-    from funcrt.bundle.verifier import Check, verify
+    from funcrt.bundle.verifier import verify
 
 _HOMES = {
     "Bundle": "bundle",
-    "Check": "verifier",
+    "Check": "certificate",
     "Manifest": "manifest",
     "export": "exporter",
     "extend": "exporter",

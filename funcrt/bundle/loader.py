@@ -63,7 +63,7 @@ def load_bundle(
 
         bundle = export_again(folder, params=params)
     if verify == "once":
-        from funcrt.bundle.certificate import ensure_verified
+        from funcrt.bundle.verifier import ensure_verified
 
         ensure_verified(bundle)
     _ = bundle.prepared

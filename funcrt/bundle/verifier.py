@@ -1,4 +1,4 @@
-"""Verifying a bundle: repeat its golden calls here and compare with what was recorded.
+"""Verifying a bundle: repeat its golden calls here, change what must not matter, compare.
 
 `python -m funcrt.bundle.verifier BUNDLE` does it in a process of its own; the export uses that.
 """
@@ -7,19 +7,29 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from funcrt.bundle import checks as manifests
 from funcrt.bundle.bundle import Bundle
-from funcrt.bundle.files import check_hash, hash_file
+from funcrt.bundle.certificate import (
+    Certificate,
+    Check,
+    find_certificate,
+    make_certificate,
+    save_certificate,
+)
+from funcrt.bundle.files import check_files
+from funcrt.bundle.graphs import mlx_version
+from funcrt.bundle.invariances import check_invariances, count_invariances
 from funcrt.bundle.loader import load_bundle
 from funcrt.bundle.manifest import GROW, PREPARE
 from funcrt.bundle.replay import Observation, Place, measure_error, observe_params, places, replay
-from funcrt.errors import BundleError, FuncrtError, SourceError
+from funcrt.errors import BundleError, FuncrtError, SourceError, some_of
+from funcrt.machine import device_name
 from funcrt.storage import load_arrays
 
 import mlx.core as mx
@@ -28,70 +38,125 @@ Progress = Callable[[int, int, str], None]
 """Called with how much is done, how much there is, and what comes next or just ended."""
 
 _MOST_LISTED = 8
+_EXACT = 2e-5  # allowed where nothing but the order of float32 sums differs
 
 
-@dataclass(frozen=True)
-class Check:
-    """One measured number and the largest one that passes.
+def verify(
+    bundle: Bundle | str | Path, progress: Progress | None = None, *, write: bool = True
+) -> list[Check]:
+    """Run every golden call of a bundle and the invariances, and leave a certificate.
 
-    Attributes:
-        function: key of the function.
-        check: "error" (largest difference from the float32 reference, over the largest logit, or
-            for `prepare` from the exporting process's weights); "tokens" (chosen tokens that
-            differ; near ties are noted instead); "lengths" (rows whose length differs); "accepted"
-            (rows that accept another number of guesses than their tokens do); "history" (rows that
-            count other tokens than they chose); "moved" (rows that growing changed).
-        measured, allowed: the two numbers.
-        eager: for "error", the same distance from the eager run that the export recorded.
-        note: what else a person should know.
-    """
+    Three to five checks for each function, one for `prepare`, and those of
+    `funcrt.bundle.invariances`. Float32 bundles must come within 2e-5 of a float32 reference and
+    choose its tokens. In 16 bits the error may be 1.25 times that of the plain eager run, and
+    another token is a near tie if the reference's lead is below twice the measured error.
 
-    function: str
-    check: str
-    measured: float
-    allowed: float
-    eager: float | None = None
-    note: str = ""
-
-    @property
-    def passed(self) -> bool:
-        """Whether the number is small enough."""
-        return self.measured <= self.allowed
-
-
-def verify(bundle: Bundle | str | Path, progress: Progress | None = None) -> list[Check]:
-    """Run every golden call of a bundle: three to five checks per function, one for `prepare`.
-
-    Float32 bundles must come within 2e-5 of a float32 reference and choose its tokens. In 16 bits
-    the error may be 1.25 times that of the plain eager run, and another token is a near tie if the
-    reference's lead is below twice the measured error.
+    Args:
+        bundle: a folder, or a bundle loaded from one.
+        progress: called with every part done.
+        write: save `certificate.json`, see `certify`.
 
     Raises:
-        BundleError: the bundle cannot be loaded, or its golden file is incomplete.
+        BundleError: a file is damaged, or the golden file is incomplete.
+    """
+    return list(certify(bundle, progress, write=write).checks)
+
+
+def certify(
+    bundle: Bundle | str | Path, progress: Progress | None = None, *, write: bool = True
+) -> Certificate:
+    """`verify` that returns what the certificate says, and where it was saved.
+
+    It is saved in the bundle's folder, or, where that is read-only, in the user's cache; not at
+    all if the bundle was given other weights than those that it was exported with.
     """
     if not isinstance(bundle, Bundle):
         bundle = load_bundle(bundle)
+    certificate = _certify(bundle, progress)
+    if write and _has_own_weights(bundle):
+        certificate = save_certificate(bundle.folder, certificate)
+    return certificate
+
+
+def ensure_verified(bundle: Bundle, progress: Progress | None = None) -> Certificate:
+    """Verify a bundle unless it has passed on this device, with this MLX and these files.
+
+    What passed is remembered as `certify` does; what failed is verified again the next time. A
+    bundle that was given other weights is verified with its own, if it has any.
+
+    Raises BundleError naming the checks that failed.
+    """
+    known = find_certificate(bundle.folder, bundle.digest, device_name(), mlx_version())
+    if known is not None and known.passed:
+        return known
+    if bundle.manifest.params.files and not _has_own_weights(bundle):
+        bundle = load_bundle(bundle.folder, expected_digest=bundle.digest)
+    certificate = _certify(bundle, progress)
+    if _has_own_weights(bundle):
+        certificate = save_certificate(bundle.folder, certificate, spare=True)
+    if not certificate.passed:
+        failed = [
+            f"{one.function} {one.check} {one.measured:.3g} (at most {one.allowed:.3g})"
+            for one in certificate.failed
+        ]
+        raise BundleError(
+            f"{bundle.folder} does not compute here what was exported: "
+            f"{some_of(failed, 4, '; ')}; export it again on this machine"
+        )
+    return certificate
+
+
+def _has_own_weights(bundle: Bundle) -> bool:
+    recorded = manifests.load_manifest(bundle.folder).fingerprint
+    return bundle.manifest.fingerprint == recorded
+
+
+def _certify(bundle: Bundle, progress: Progress | None) -> Certificate:
+    begin = time.perf_counter()
     golden = bundle.target.golden
+    total = 1 + len(list(places(golden))) + count_invariances(bundle.plan, bundle.cache_spec)
+    checks: list[Check] = []
     try:
-        path = bundle.folder / golden.file
-        check_hash(bundle.folder, golden.file, hash_file(path), bundle.manifest)
-        arrays = load_arrays(path)
-        return _verify(bundle, arrays, progress or (lambda done, total, item: None))
+        check_files(bundle.folder, bundle.manifest, bundle.digest, full=True)
+        arrays = load_arrays(bundle.folder / golden.file)
+        for done, (item, found) in enumerate(_verify(bundle, arrays), start=1):
+            checks += found
+            if progress is not None:
+                progress(done, total, item)
     except SourceError as error:
         raise BundleError(str(error)) from None
     except KeyError as error:
         raise BundleError(f"{golden.file} has no {error}: export the bundle again") from None
+    seconds = time.perf_counter() - begin
+    return make_certificate(bundle.manifest, bundle.digest, bundle.device, checks, seconds)
 
 
-def _verify(bundle: Bundle, arrays: Mapping[str, mx.array], progress: Progress) -> list[Check]:
-    golden = bundle.target.golden
-    total = 1 + len(list(places(golden)))
-    checks = [_check_params(bundle, arrays)]
-    progress(1, total, PREPARE)
-    for done, (place, seen) in enumerate(replay(bundle.compiled(), golden, arrays), start=2):
-        checks += _check_call(place, seen, arrays)
-        progress(done, total, place.key)
-    return checks
+def _verify(bundle: Bundle, arrays: Mapping[str, mx.array]) -> Iterator[tuple[str, list[Check]]]:
+    """What was run, and the checks of it."""
+    golden, compiled = bundle.target.golden, bundle.compiled()
+    yield PREPARE, [_check_params(bundle, arrays)]
+    allowed: dict[str, float] = {}
+    for place, seen in replay(compiled, golden, arrays):
+        allowed[place.key] = _allow(place.call.allowed)
+        yield place.key, _check_call(place, seen, arrays)
+    longest = _find_lengths(bundle.config_values, bundle.max_positions)
+    for check in check_invariances(compiled, lambda key: allowed[key], longest):
+        yield f"{check.function} {check.check}", [check]
+
+
+def _allow(allowed: float) -> float:
+    """Most that two runs may differ: where rounding is coarse, each from the reference so far."""
+    return allowed if allowed <= _EXACT else 2 * allowed
+
+
+def _find_lengths(config: Mapping[str, Any], longest: int) -> int:
+    """The smallest length in a config that positions may be stretched beyond, or `longest`."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            longest = _find_lengths(value, longest)
+        elif name.startswith("original_max_position") and isinstance(value, int) and value > 0:
+            longest = min(longest, value)
+    return longest
 
 
 def _check_params(bundle: Bundle, arrays: Mapping[str, mx.array]) -> Check:
@@ -155,27 +220,19 @@ def main(arguments: list[str] | None = None) -> int:
         mx.set_default_device(mx.cpu if options.device == "cpu" else mx.gpu)
     try:
         bundle = load_bundle(options.bundle, params=options.params)
-        checks = verify(bundle, _print_progress if options.json else None)
+        certificate = certify(bundle, _print_progress if options.json else None)
     except FuncrtError as error:
         sys.stderr.write(f"{error}\n")
         return 1
     if options.json:
-        _print({"checks": [to_json(check) for check in checks]})
+        path = str(certificate.path) if certificate.path else None
+        _print({"checks": [check.to_json() for check in certificate.checks], "certificate": path})
     else:
-        for check in checks:
+        for check in certificate.checks:
             verdict = "ok" if check.passed else "FAILED"
             numbers = f"{check.measured:.3g} (at most {check.allowed:.3g})"
             sys.stdout.write(f"{verdict:6} {check.function} {check.check} {numbers} {check.note}\n")
-    return 0 if all(check.passed for check in checks) else 1
-
-
-def to_json(check: Check) -> dict[str, object]:
-    """JSON form of a check; numbers that JSON lacks become null."""
-    numbers = {
-        name: value if not isinstance(value, float) or math.isfinite(value) else None
-        for name, value in asdict(check).items()
-    }
-    return {**numbers, "passed": check.passed}
+    return 0 if certificate.passed else 1
 
 
 def _print_progress(done: int, total: int, item: str) -> None:

@@ -52,17 +52,19 @@ def inspect(bundle: o.BundleFolder, json_: o.Json = False) -> None:
 
 
 def verify(bundle: o.BundleFolder, json_: o.Json = False) -> None:
-    """Check every function of a bundle on this machine; exit code 1 if one fails."""
-    from funcrt.bundle import verify as run
-    from funcrt.bundle.verifier import to_json
+    """Check every function of a bundle on this machine, and write its certificate.
+
+    Exit code 1 if a check fails.
+    """
+    from funcrt.bundle.verifier import certify
 
     bundle = sources.find_bundle(str(bundle)) or bundle
     with terminal.progress(f"Verifying {bundle}") as tick:
-        checks = run(bundle, tick)
-    failed = sum(not check.passed for check in checks)
+        certificate = certify(bundle, tick)
+    checks, failed = certificate.checks, len(certificate.failed)
     if json_:
-        facts = {"passed": not failed, "checks": [to_json(check) for check in checks]}
-        terminal.emit(facts, json_, "")
+        path = None if certificate.path is None else str(certificate.path)
+        terminal.emit({**certificate.to_json(), "certificate": path}, json_, "")
     else:
         terminal.table(
             str(bundle),
@@ -73,8 +75,12 @@ def verify(bundle: o.BundleFolder, json_: o.Json = False) -> None:
                 for check in checks
             ],
         )  # fmt: skip
-        terminal.show(f"{len(checks) - failed} of {len(checks)} checks passed")
-    if failed:
+        terminal.show(
+            f"{len(checks) - failed} of {len(checks)} checks passed on {certificate.device} "
+            f"({certificate.target}), mlx {certificate.mlx}\n"
+            f"certificate: {certificate.path or 'not kept, nothing can be written'}"
+        )
+    if not certificate.passed:
         raise typer.Exit(1)
 
 
