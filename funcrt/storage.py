@@ -65,7 +65,7 @@ def load_metadata(path: Path) -> dict[str, str]:
     return _read_header(path)[0].get("__metadata__") or {}
 
 
-def parse_json(text: bytes) -> Any:
+def parse_strictly(text: bytes) -> Any:
     """JSON that every parser reads alike: UTF-8, no name twice in an object, finite numbers only.
 
     Raises ValueError, RecursionError.
@@ -150,7 +150,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, _MOST_HEADER_BYTES):
                 raise SourceError(f"{path}: truncated, or not a safetensors file")
-            header = parse_json(file.read(length))
+            header = parse_strictly(file.read(length))
     except FileNotFoundError:
         raise SourceError(f"{path} does not exist") from None
     except (OSError, ValueError, RecursionError) as error:

@@ -1,4 +1,7 @@
-"""JSON to frozen dataclasses and back, with errors that say where. Unknown keys are passed over."""
+"""JSON to frozen dataclasses and back, with errors that say where. Unknown keys are passed over.
+
+Strings and keys that are decoded are printable, so every message that names one is one line.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +9,25 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
 from types import NoneType, UnionType
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from funcrt.errors import BundleError, InputError
+from funcrt.storage import parse_strictly
 
 _SCALARS = {str: "a string", int: "an integer", float: "a number", bool: "true or false"}
 
 
-def parse_json(text: str | bytes, where: str) -> dict[str, Any]:
-    """A JSON object. Raises BundleError for anything else, NaN and absurd numbers included."""
+def parse_json(text: bytes, where: str) -> dict[str, Any]:
+    """A JSON object. Raises BundleError for anything else, and what `parse_strictly` raises for."""
     try:
-        data = json.loads(text, parse_constant=_refuse_constant)
+        data = parse_strictly(text)
     except (ValueError, RecursionError) as error:
         raise BundleError(f"{where} is damaged: {error}") from None
     if not isinstance(data, dict):
         raise BundleError(f"{where}: expected a JSON object, got {type(data).__name__}")
     return data
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
 
 
 def encode(value: Any) -> Any:
@@ -65,6 +66,8 @@ def decode(kind: Any, value: Any, where: str) -> Any:
     if origin is dict:
         if not isinstance(value, dict):
             _fail(where, "an object", value)
+        for key in value:
+            _decode_scalar(str, key, where)
         return {key: decode(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
     if isinstance(kind, UnionType):
         return _decode_union(arguments, value, where)
@@ -76,6 +79,8 @@ def _decode_scalar(kind: type, value: Any, where: str) -> Any:
         return float(value)
     if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):
         _fail(where, _SCALARS[kind], value)
+    if kind is str and not value.isprintable():
+        _fail(where, "text without control characters", value)
     return value
 
 
@@ -91,10 +96,10 @@ def _decode_record(kind: Any, value: Any, where: str) -> Any:
     if not isinstance(value, dict):
         _fail(where, "an object", value)
     values: dict[str, Any] = {}
-    for name, hint in get_type_hints(kind).items():
+    for name, (hint, is_optional) in _fields_of(kind).items():
         if name in value:
             values[name] = decode(hint, value[name], f"{where}.{name}")
-        elif not _has_default(kind, name):
+        elif not is_optional:
             raise BundleError(f"{where} has no {name!r}")
     try:
         return kind(**values)
@@ -102,14 +107,21 @@ def _decode_record(kind: Any, value: Any, where: str) -> Any:
         raise BundleError(f"{where}: {error}") from None
 
 
-def _has_default(kind: Any, name: str) -> bool:
-    return is_dataclass(kind) and any(
-        field.name == name and field.default is not MISSING for field in fields(kind)
-    )
+@cache
+def _fields_of(kind: Any) -> dict[str, tuple[Any, bool]]:
+    """Type of every field of a record, and whether it may be left out."""
+    optional = {
+        field.name
+        for field in (fields(kind) if is_dataclass(kind) else ())
+        if field.default is not MISSING
+    }
+    return {name: (hint, name in optional) for name, hint in get_type_hints(kind).items()}
 
 
 def _fail(where: str, expected: str, value: Any) -> NoReturn:
-    shown = json.dumps(value)
-    raise BundleError(
-        f"{where}: expected {expected}, got {shown if len(shown) <= 40 else shown[:37] + '...'}"
-    )
+    if isinstance(value, (dict, list)):
+        shown = "an object" if isinstance(value, dict) else "a list"
+    else:
+        shown = json.dumps(value)
+    shown = shown if len(shown) <= 40 else shown[:37] + "..."
+    raise BundleError(f"{where}: expected {expected}, got {shown}")
