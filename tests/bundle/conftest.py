@@ -9,8 +9,9 @@ from pathlib import Path
 
 from funcrt.buckets import BucketPlan
 from funcrt.bundle import Bundle, export, load_bundle
-from funcrt.bundle.checks import describe_files, load_manifest, save_manifest
-from funcrt.bundle.manifest import Manifest
+from funcrt.bundle.checks import load_manifest, save_manifest
+from funcrt.bundle.files import describe_files
+from funcrt.bundle.manifest import Manifest, Target
 from funcrt.model import Model
 from funcrt.text import Tokenizer
 from tests.helpers import TINY, make_model
@@ -86,6 +87,12 @@ def edit() -> Edit:
         save_manifest(folder, change(replace(manifest, files=describe_files(folder))))
 
     return run
+
+
+def edit_target(manifest: Manifest, change: Callable[[Target], Target]) -> Manifest:
+    """The manifest with its only target changed."""
+    ((device, target),) = manifest.targets.items()
+    return replace(manifest, targets={device: change(target)})
 
 
 @pytest.fixture

@@ -70,7 +70,7 @@ def feed(functions: Compiled, state: CacheState, *texts: list[int]) -> tuple[mx.
 @pytest.mark.parametrize("kind", ["ring", "kv8", "kv4"])
 def test_every_array_is_listed_with_its_kind(packed: Packed, kind: str) -> None:
     model, folder = packed(kind)
-    listed = {array.name: array for array in load_manifest(folder).cache}
+    listed = {array.name: array for array in load_manifest(folder).targets["cpu"].cache}
     layout = model.choose_layout(PLAN, BITS[kind])
     assert list(listed) == [entry.name for entry in model.cache_spec(layout)]
     if kind == "ring":
@@ -94,7 +94,7 @@ def test_every_array_is_listed_with_its_kind(packed: Packed, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["ring", "kv8", "kv4"])
 def test_what_is_allowed_follows_the_eager_run(packed: Packed, kind: str) -> None:
     _, folder = packed(kind)
-    calls = [call for case in load_manifest(folder).golden.cases for call in case.calls]
+    calls = [call for case in load_manifest(folder).targets["cpu"].golden.cases for call in case.calls]
     worst = max(call.eager for call in calls)
     for call in calls:
         exact = kind == "ring" or call.function in ("sample", "top")

@@ -50,9 +50,9 @@ def test_expected_alternatives_take_the_lowest_of_equal_ids() -> None:
 @pytest.mark.parametrize("kind", ["float32", "affine", "bfloat16"])
 def test_guesses_are_right_and_wrong(exports: Exports, kind: str) -> None:
     bundle = load_bundle(exports(kind)[1])
-    arrays = load_arrays(bundle.folder / "golden.safetensors")
+    arrays = load_arrays(bundle.folder / "golden/cpu.safetensors")
     seen: dict[str, set[tuple[int, int]]] = {name: set() for name in VERIFYING}
-    for place, observed in replay(bundle.compiled(), bundle.manifest.golden, arrays):
+    for place, observed in replay(bundle.compiled(), bundle.target.golden, arrays):
         if place.call.function in VERIFYING:
             counts: Any = mx.sum(arrays[f"{place.prefix}valid"], axis=1).tolist()
             seen[place.call.function] |= set(zip(counts, observed.accepted.tolist(), strict=True))
@@ -63,10 +63,10 @@ def test_guesses_are_right_and_wrong(exports: Exports, kind: str) -> None:
 
 
 def test_wide_inputs_are_small_on_disk(bundle: Bundle) -> None:
-    arrays = load_arrays(bundle.folder / "golden.safetensors")
+    arrays = load_arrays(bundle.folder / "golden/cpu.safetensors")
     wide = {name for name, array in arrays.items() if array.shape[-1:] == (bundle.vocab_size,)}
     assert {name.rpartition(".")[2] for name in wide} == {"logits"}  # of `sample`; `top` uses them
-    for place in places(bundle.manifest.golden):
+    for place in places(bundle.target.golden):
         if "history.values" in {n.removeprefix(place.prefix) for n in arrays}:
             penalties = arrays[f"{place.prefix}repetition_penalty"].tolist()
             assert len(set(penalties)) > 1

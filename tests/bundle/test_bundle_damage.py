@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from funcrt.bundle import checks, load_bundle, loader, verify
+from funcrt.bundle import files, load_bundle, loader, verify
 from funcrt.bundle.checks import load_manifest
 from funcrt.bundle.manifest import DIGEST, MANIFEST, Manifest
 from funcrt.bundle.records import decode, encode
 from funcrt.errors import BundleError
-from tests.bundle.conftest import Edit
+from tests.bundle.conftest import Edit, edit_target
 
 import pytest
 
@@ -23,7 +23,7 @@ FILES = [
     MANIFEST,
     DIGEST,
     "params.safetensors",
-    "golden.safetensors",
+    "golden/cpu.safetensors",
     "functions/cpu/prepare.mlxfn",
     "functions/cpu/decode_b2_t1_s32.mlxfn",
     "tokenizer.json",
@@ -68,10 +68,13 @@ def test_other_versions_and_devices(
     copy: Path, edit: Edit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loader, "mlx_version", lambda: "99.1.0")
-    made_by = load_manifest(copy).producer["mlx"]
+    made_by = load_manifest(copy).targets["cpu"].producer["mlx"]
     refuse(copy, rf"made by MLX {made_by}, this process runs 99\.1\.0.*pip install mlx=={made_by}")
     monkeypatch.undo()
-    edit(copy, lambda m: replace(m, producer={**m.producer, "mlx": "0.1.2"}))
+    edit(
+        copy,
+        lambda m: edit_target(m, lambda t: replace(t, producer={**t.producer, "mlx": "0.1.2"})),
+    )
     refuse(copy, r"pip install mlx==0\.1\.2")
 
 
@@ -125,71 +128,85 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     data = json.loads((folder / MANIFEST).read_text("utf-8"))
     change(data)
     (folder / MANIFEST).write_text(json.dumps(data), "utf-8")
-    digest = checks.hash_file(folder / MANIFEST)
+    digest = files.hash_file(folder / MANIFEST)
     (folder / DIGEST).write_text(f"{digest}  {MANIFEST}\n", "utf-8")
 
 
 @pytest.mark.usefixtures("untouched")
-@pytest.mark.parametrize("version", ["1.0", "3.0", "0.9", "", None, 2])
+@pytest.mark.parametrize("version", ["1.0", "2.0", "4.0", "0.9", "", None, 3])
 def test_another_major_schema_is_refused(copy: Path, version: object) -> None:
     rewrite(copy, lambda data: data.update(schema_version=version))
-    refuse(copy, "schema version .* cannot be read, this funcrt reads 2.x: .* export it again")
+    refuse(copy, "schema version .* cannot be read, this funcrt reads 3.x: .* export it again")
 
 
 def test_added_fields_and_functions_are_passed_over(copy: Path) -> None:
     def add(data: dict[str, Any]) -> None:
-        data["schema_version"] = "2.7"
+        data["schema_version"] = "3.7"
         data["novelty"] = {"anything": [1, None]}
-        data["functions"].append({**data["functions"][-1], "name": "grow"})
-        for entry in data["functions"]:
+        functions = cpu(data)["functions"]
+        functions.append({**functions[-1], "name": "shrink"})
+        for entry in functions:
             entry["novelty"] = True
 
     rewrite(copy, add)
-    assert load_bundle(copy).manifest.schema_version == "2.7"
+    assert load_bundle(copy).manifest.schema_version == "3.7"
+
+
+def cpu(data: dict[str, Any]) -> dict[str, Any]:
+    target: dict[str, Any] = data["targets"]["cpu"]
+    return target
 
 
 CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "no plan": (lambda d: d.pop("plan"), "manifest.json has no 'plan'"),
-    "plan of text": (lambda d: d["plan"].update(batch="2"), "plan.batch: expected a list"),
-    "plan of truth": (lambda d: d["plan"].update(batch=[True]), r"batch\[0\]: expected an integer"),
-    "plan of nothing": (lambda d: d["plan"].update(tokens=[]), "plan tokens: expected integers"),
-    "more plan": (lambda d: d["plan"]["batch"].append(3), "forward_b3_t4_s16 is missing for cpu"),
-    "huge plan": (lambda d: d["plan"].update(capacity=[2**31]), "expected integers >= 2"),
-    "dtype": (lambda d: d.update(dtype="float8"), "dtype 'float8' is not one of"),
+    "no plan": (lambda d: cpu(d).pop("plan"), "targets.cpu has no 'plan'"),
+    "plan of text": (lambda d: cpu(d)["plan"].update(batch="2"), "plan.batch: expected a list"),
+    "plan of truth": (lambda d: cpu(d)["plan"].update(batch=[True]), r"batch\[0\]: expected an integer"),
+    "plan of nothing": (lambda d: cpu(d)["plan"].update(tokens=[]), "plan tokens: expected integers"),
+    "more plan": (lambda d: cpu(d)["plan"]["batch"].append(3), "forward_b3_t4_s16 is missing for cpu"),
+    "huge plan": (lambda d: cpu(d)["plan"].update(capacity=[2**31]), "expected integers >= 2"),
+    "dtype": (lambda d: cpu(d).update(dtype="float8"), "dtype 'float8' is not one of"),
     "vocabulary": (lambda d: d.update(vocab_size=97), "not those that this funcrt calls"),
     "fraction": (lambda d: d.update(vocab_size=96.0), "vocab_size: expected an integer, got 96.0"),
-    "no mlx": (lambda d: d["producer"].pop("mlx"), "producer.mlx is missing"),
-    "no functions": (lambda d: d.update(functions=[]), "no functions"),
-    "twice": (lambda d: d["functions"].append(d["functions"][-1]), "listed twice"),
-    "no prepare": (lambda d: d["functions"].pop(0), "no prepare function for cpu"),
-    "device": (lambda d: d["functions"][0].update(device="tpu"), "no prepare|unknown device"),
+    "no mlx": (lambda d: cpu(d)["producer"].pop("mlx"), "producer.mlx is missing"),
+    "no functions": (lambda d: cpu(d).update(functions=[]), "no prepare function"),
+    "twice": (lambda d: cpu(d)["functions"].append(cpu(d)["functions"][-1]), "listed twice"),
+    "no prepare": (lambda d: cpu(d)["functions"].pop(0), "no prepare function"),
+    "device": (lambda d: d["targets"].update(tpu=cpu(d)), "unknown device class 'tpu'"),
+    "no targets": (lambda d: d.update(targets={}), "no targets"),
+    "other family": (lambda d: d.update(family=3), "family: expected a string, got 3"),
+    "size": (lambda d: d["files"]["tokenizer.json"].update(size=-1), "size or sha256"),
+    "hash": (lambda d: d["files"]["tokenizer.json"].update(sha256="X" * 64), "size or sha256"),
+    "grown": (
+        lambda d: next(f for f in cpu(d)["functions"] if f["name"] == "grow").update(grown=64),
+        "grow_b2_t1_s16: its inputs and outputs",
+    ),
     "shape": (
-        lambda d: d["functions"][1]["inputs"][0].update(shape=[2, 5]),
+        lambda d: cpu(d)["functions"][1]["inputs"][0].update(shape=[2, 5]),
         "forward_b2_t4_s16: its inputs and outputs",
     ),
-    "unlisted": (lambda d: d["files"].pop("golden.safetensors"), "used but not among `files`"),
-    "cache order": (lambda d: d["cache"].pop(0), "must begin with lengths"),
-    "cache empty": (lambda d: d.update(cache=[]), "must begin with lengths"),
-    "cache kind": (lambda d: d["cache"][1].update(kind="ring"), "cache layers.0.keys: kind"),
-    "cache width": (lambda d: d["cache"][1].update(shape=["B", 2, "S", 0]), "cache layers.0.keys"),
-    "cache twice": (lambda d: d["cache"].append(d["cache"][1]), "lists an array twice"),
-    "cache dtype": (lambda d: d["cache"][0].update(dtype="float32"), "cache lengths: kind 'row'"),
-    "cache axes": (lambda d: d["cache"][0].update(shape=["B", 2]), "cache lengths: kind 'row'"),
+    "unlisted": (lambda d: d["files"].pop("golden/cpu.safetensors"), "used but not among `files`"),
+    "cache order": (lambda d: cpu(d)["cache"].pop(0), "must begin with lengths"),
+    "cache empty": (lambda d: cpu(d).update(cache=[]), "must begin with lengths"),
+    "cache kind": (lambda d: cpu(d)["cache"][1].update(kind="ring"), "cache layers.0.keys: kind"),
+    "cache width": (lambda d: cpu(d)["cache"][1].update(shape=["B", 2, "S", 0]), "cache layers.0.keys"),
+    "cache twice": (lambda d: cpu(d)["cache"].append(cpu(d)["cache"][1]), "lists an array twice"),
+    "cache dtype": (lambda d: cpu(d)["cache"][0].update(dtype="float32"), "cache lengths: kind 'row'"),
+    "cache axes": (lambda d: cpu(d)["cache"][0].update(shape=["B", 2]), "cache lengths: kind 'row'"),
     "cache slots": (
-        lambda d: d["cache"][1].update(shape=["B", "S", 2, 16]),
+        lambda d: cpu(d)["cache"][1].update(shape=["B", "S", 2, 16]),
         "layers.0.keys: .* is not one that this funcrt knows; export the bundle again",
     ),
-    "cache fill": (lambda d: d["cache"][0].update(fill=-1), "cache lengths: kind 'row'"),
+    "cache fill": (lambda d: cpu(d)["cache"][0].update(fill=-1), "cache lengths: kind 'row'"),
     "no block": (
-        lambda d: d["functions"].remove(
-            next(f for f in d["functions"] if f["name"] == "prefill_block")
+        lambda d: cpu(d)["functions"].remove(
+            next(f for f in cpu(d)["functions"] if f["name"] == "prefill_block")
         ),
         "prefill_block_b2_t4_s16 is missing for cpu: export the bundle again",
     ),
-    "no prepared": (lambda d: d["params"].update(prepared={}), "params.prepared has no list"),
-    "golden": (lambda d: d["golden"]["cases"][0].update(batch=9), "is not one of the plan"),
+    "no prepared": (lambda d: cpu(d).pop("prepared"), "targets.cpu has no 'prepared'"),
+    "golden": (lambda d: cpu(d)["golden"]["cases"][0].update(batch=9), "is not one of the plan"),
     "golden start": (
-        lambda d: d["golden"]["cases"][0]["calls"][0].update(fresh=False),
+        lambda d: cpu(d)["golden"]["cases"][0]["calls"][0].update(fresh=False),
         "must begin from a fresh cache",
     ),
 }  # fmt: skip
@@ -206,7 +223,7 @@ def test_a_manifest_that_contradicts_itself(copy: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["stored", "prepared"])
 def test_weights_that_differ_from_the_list(copy: Path, name: str) -> None:
     def change(data: dict[str, Any]) -> None:
-        arrays = data["params"]["stored"] if name == "stored" else data["params"]["prepared"]["cpu"]
+        arrays = data["params"]["stored"] if name == "stored" else cpu(data)["prepared"]
         arrays[0]["shape"][0] += 1
 
     rewrite(copy, change)
@@ -242,9 +259,9 @@ def test_the_manifest_survives_encoding(folder: Path) -> None:
 def test_a_folder_replaced_while_it_is_read_is_read_again(
     copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check, calls = checks.check_files, []
+    check, calls = files.check_files, []
 
-    def replace_first(folder: Path, manifest: Manifest) -> None:
+    def replace_first(folder: Path, manifest: Manifest, *rest: Any, **options: Any) -> None:
         if not calls:
             calls.append(1)
             other = copy.with_name("other")
@@ -252,14 +269,14 @@ def test_a_folder_replaced_while_it_is_read_is_read_again(
             shutil.rmtree(copy)
             other.rename(copy)
             raise BundleError("a file of the old bundle is gone")
-        check(folder, manifest)
+        check(folder, manifest, *rest, **options)
 
-    monkeypatch.setattr(checks, "check_files", replace_first)
+    monkeypatch.setattr(files, "check_files", replace_first)
     assert load_bundle(copy).vocab_size
 
 
 def test_golden_values_that_change_after_loading(copy: Path) -> None:
     bundle = load_bundle(copy)
-    flip(copy / "golden.safetensors", -1)
-    with pytest.raises(BundleError, match=r"golden.safetensors is damaged"):
+    flip(copy / "golden/cpu.safetensors", -1)
+    with pytest.raises(BundleError, match=r"golden/cpu.safetensors is damaged"):
         verify(bundle)

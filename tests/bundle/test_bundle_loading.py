@@ -250,12 +250,12 @@ def test_inputs_are_not_changed(bundle: Bundle) -> None:
 
 
 def test_prepared_weights_equal_the_models(bundle: Bundle, model: Model) -> None:
-    names = [spec.name for spec in bundle.manifest.params.prepared["cpu"]]
+    names = [spec.name for spec in bundle.target.prepared]
     assert_same(dict(zip(names, bundle.prepared, strict=True)), model.prepared)
 
 
 def test_every_function_of_the_plan_is_there(bundle: Bundle) -> None:
-    functions = bundle.manifest.step_functions("cpu")
+    functions = bundle.target.step_functions()
     assert ("decode", Bucket(2, 1, 32)) in functions
     assert ("forward", Bucket(2, 8, 16)) in functions
     assert ("sample", Bucket(2, 1, 0)) in functions
@@ -263,4 +263,5 @@ def test_every_function_of_the_plan_is_there(bundle: Bundle) -> None:
     assert ("verify", Bucket(2, 4, 16)) in functions
     assert ("verify_greedy", Bucket(2, 8, 32)) in functions
     assert ("top", Bucket(2, 1, 0)) in functions
-    assert len(functions) == 5 * 4 + 2 + 2 + 1 + 1
+    assert functions["grow", Bucket(2, 1, 16)].grown == 32
+    assert len(functions) == 5 * 4 + 2 + 2 + 1 + 1 + 1

@@ -27,14 +27,14 @@ def test_a_sound_bundle_passes(exports: Exports, kind: str) -> None:
     seen: list[tuple[int, int]] = []
     rows = verify(bundle, lambda done, total, item: seen.append((done, total)))
     assert all(row.passed for row in rows)
-    functions = {entry.key for entry in bundle.manifest.functions}
+    functions = {entry.key for entry in bundle.target.functions}
     assert {row.function for row in rows} == functions
     checks = {
         entry.key: {
             "error", "tokens", "lengths",
             *({"accepted", "history"} & {output.name for output in entry.outputs}),
         }
-        for entry in bundle.manifest.functions
+        for entry in bundle.target.functions
     }  # fmt: skip
     checks["prepare"] = {"error"}
     assert {key: {row.check for row in rows if row.function == key} for key in checks} == checks
@@ -43,7 +43,7 @@ def test_a_sound_bundle_passes(exports: Exports, kind: str) -> None:
     errors = [row for row in rows if row.check == "error"]
     assert any(row.measured > 0 for row in errors)  # a reference of its own
     if kind != "bfloat16":
-        assert {row.allowed for row in errors} == {TOLERANCE, bundle.manifest.golden.params_allowed}
+        assert {row.allowed for row in errors} == {TOLERANCE, bundle.target.golden.params_allowed}
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
@@ -60,7 +60,7 @@ def test_slightly_wrong_weights_fail(exports: Exports, kind: str) -> None:
     [("reference", "error"), ("expected_tokens", "tokens"), ("expected_lengths", "lengths")],
 )
 def test_every_recorded_number_is_compared(copy: Path, edit: Edit, name: str, check: str) -> None:
-    golden = copy / "golden.safetensors"
+    golden = copy / "golden/cpu.safetensors"
     arrays = load_arrays(golden)
     mx.eval(arrays)  # the file is about to be overwritten
     changed = {key for key in arrays if key.endswith(f".{name}") and key[0] != "p"}
@@ -72,14 +72,14 @@ def test_every_recorded_number_is_compared(copy: Path, edit: Edit, name: str, ch
     edit(copy, lambda manifest: manifest)
     failed = {row.function for row in verify(copy) if not row.passed}
     assert {row.check for row in verify(copy) if not row.passed} == {check}
-    everything = {place.key for place in places(load_bundle(copy).manifest.golden)}
+    everything = {place.key for place in places(load_bundle(copy).target.golden)}
     assert failed == everything if name != "reference" else len(failed) >= len(everything) - 2
 
 
 def test_the_reference_is_the_model_uncached(folder: Path, model: Model) -> None:
     bundle = load_bundle(folder)
-    arrays = load_arrays(folder / "golden.safetensors")
-    place = next(p for p in places(bundle.manifest.golden) if p.call.function == "prefill")
+    arrays = load_arrays(folder / "golden/cpu.safetensors")
+    place = next(p for p in places(bundle.target.golden) if p.call.function == "prefill")
     tokens, valid = arrays[f"{place.prefix}tokens"], arrays[f"{place.prefix}valid"]
     probes = arrays[f"{place.prefix}probes"].tolist()
     values = arrays[f"{place.prefix}reference"].tolist()
@@ -166,7 +166,7 @@ def test_the_command(
     edit(copy, lower)
     assert verifier.main([str(copy), "--json"]) == 1
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert lines[0] == {"done": 1, "total": len(bundle.manifest.functions), "item": "prepare"}
+    assert lines[0] == {"done": 1, "total": len(bundle.target.functions), "item": "prepare"}
     assert {"passed": False, "check": "error"}.items() <= lines[-1]["checks"][1].items()
 
     (copy / "tokenizer.json").unlink()
