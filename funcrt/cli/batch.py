@@ -46,7 +46,7 @@ def batch(
     ],
     generation: o.Generation,
     sizes: o.Sizes,
-    loading: o.Loading,
+    loading: o.Opening,
     raw: o.Raw = False,
     system_prompt: o.SystemPrompt = None,
     memory: o.Memory = None,

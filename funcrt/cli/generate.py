@@ -24,7 +24,7 @@ def generate(
     source: o.Runnable,
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="Text, or - for standard input.")],
     generation: o.Generation,
-    loading: o.Loading,
+    loading: o.Opening,
     raw: o.Raw = False,
     system_prompt: o.SystemPrompt = None,
     json_: o.Json = False,
@@ -48,7 +48,7 @@ def generate(
 def chat(
     source: o.Runnable,
     generation: o.Generation,
-    loading: o.Loading,
+    loading: o.Opening,
     system_prompt: o.SystemPrompt = None,
     json_: o.Json = False,
 ) -> None:

@@ -58,6 +58,9 @@ WeightFiles = Annotated[
         help="Weights instead of the bundle's own: a safetensors file, or a folder; may repeat.",
     ),
 ]
+ExpectedDigest = Annotated[
+    str | None, typer.Option(metavar="SHA256", help="What the export of the bundle printed.")
+]
 Raw = Annotated[bool, typer.Option("--raw", help="No chat template.")]
 SystemPrompt = Annotated[str | None, typer.Option(help="System message of the chat template.")]
 Memory = Annotated[
@@ -72,6 +75,14 @@ class Loading:
 
     dtype: Dtype = None
     ignore: Ignore = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opening(Loading):
+    """How to read a checkpoint or a bundle."""
+
+    params: WeightFiles = None
+    expected_digest: ExpectedDigest = None
 
 
 @dataclass(frozen=True, kw_only=True)

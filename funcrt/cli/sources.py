@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from funcrt.buckets import BucketPlan
 from funcrt.cli import terminal
-from funcrt.cli.options import Generation, Loading, Sizes
+from funcrt.cli.options import Generation, Opening, Sizes
 from funcrt.errors import InputError, TextError
 
 if TYPE_CHECKING:
@@ -55,18 +55,24 @@ def is_bundle(source: str) -> bool:
     return find_bundle(source) is not None
 
 
-def load_any(source: str, loading: Loading | None = None) -> CallForm:
+def load_any(source: str, loading: Opening | None = None) -> CallForm:
     """A bundle or a checkpoint, behind a spinner."""
-    loading = loading or Loading()
+    loading = loading or Opening()
     with terminal.timed(f"Loading {source}"):
         bundle = find_bundle(source)
         if bundle is None:
+            if loading.params or loading.expected_digest:
+                raise InputError(
+                    "--params and --expected-digest are for bundles, and this is a checkpoint: "
+                    "leave them out"
+                )
             return load_checkpoint(source, loading.dtype, loading.ignore)
         from funcrt.bundle import load_bundle
 
         if loading.dtype is not None:
             raise InputError("--dtype is fixed when a bundle is exported; export it again")
-        return load_bundle(bundle)
+        digest = loading.expected_digest
+        return load_bundle(bundle, params=loading.params, expected_digest=digest)
 
 
 def choose_plan(source: str, model: CallForm, sizes: Sizes) -> BucketPlan | None:

@@ -160,9 +160,18 @@ def cpu(data: dict[str, Any]) -> dict[str, Any]:
 CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no plan": (lambda d: cpu(d).pop("plan"), "targets.cpu has no 'plan'"),
     "plan of text": (lambda d: cpu(d)["plan"].update(batch="2"), "plan.batch: expected a list"),
-    "plan of truth": (lambda d: cpu(d)["plan"].update(batch=[True]), r"batch\[0\]: expected an integer"),
-    "plan of nothing": (lambda d: cpu(d)["plan"].update(tokens=[]), "plan tokens: expected integers"),
-    "more plan": (lambda d: cpu(d)["plan"]["batch"].append(3), "forward_b3_t4_s16 is missing for cpu"),
+    "plan of truth": (
+        lambda d: cpu(d)["plan"].update(batch=[True]),
+        r"batch\[0\]: expected an integer",
+    ),
+    "plan of nothing": (
+        lambda d: cpu(d)["plan"].update(tokens=[]),
+        "plan tokens: expected integers",
+    ),
+    "more plan": (
+        lambda d: cpu(d)["plan"]["batch"].append(3),
+        "forward_b3_t4_s16 is missing for cpu",
+    ),
     "huge plan": (lambda d: cpu(d)["plan"].update(capacity=[2**31]), "expected integers >= 2"),
     "dtype": (lambda d: cpu(d).update(dtype="float8"), "dtype 'float8' is not one of"),
     "vocabulary": (lambda d: d.update(vocab_size=97), "not those that this funcrt calls"),
@@ -188,10 +197,19 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "cache order": (lambda d: cpu(d)["cache"].pop(0), "must begin with lengths"),
     "cache empty": (lambda d: cpu(d).update(cache=[]), "must begin with lengths"),
     "cache kind": (lambda d: cpu(d)["cache"][1].update(kind="ring"), "cache layers.0.keys: kind"),
-    "cache width": (lambda d: cpu(d)["cache"][1].update(shape=["B", 2, "S", 0]), "cache layers.0.keys"),
+    "cache width": (
+        lambda d: cpu(d)["cache"][1].update(shape=["B", 2, "S", 0]),
+        "cache layers.0.keys",
+    ),
     "cache twice": (lambda d: cpu(d)["cache"].append(cpu(d)["cache"][1]), "lists an array twice"),
-    "cache dtype": (lambda d: cpu(d)["cache"][0].update(dtype="float32"), "cache lengths: kind 'row'"),
-    "cache axes": (lambda d: cpu(d)["cache"][0].update(shape=["B", 2]), "cache lengths: kind 'row'"),
+    "cache dtype": (
+        lambda d: cpu(d)["cache"][0].update(dtype="float32"),
+        "cache lengths: kind 'row'",
+    ),
+    "cache axes": (
+        lambda d: cpu(d)["cache"][0].update(shape=["B", 2]),
+        "cache lengths: kind 'row'",
+    ),
     "cache slots": (
         lambda d: cpu(d)["cache"][1].update(shape=["B", "S", 2, 16]),
         "layers.0.keys: .* is not one that this funcrt knows; export the bundle again",
@@ -209,7 +227,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         lambda d: cpu(d)["golden"]["cases"][0]["calls"][0].update(fresh=False),
         "must begin from a fresh cache",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.usefixtures("untouched")
