@@ -223,7 +223,7 @@ def _probe_params(prepared: Sequence[mx.array]) -> Arrays:
     probes = [
         [index, random.randrange(min(array.size, 2**31 - 1))]
         for index, array in enumerate(prepared)
-        for _ in range(each)
+        for _ in range(min(each, array.size))
     ]
     peaks = mx.stack([_peak(array) for array in prepared])
     where = mx.array(probes, dtype=mx.int32)
