@@ -13,7 +13,7 @@ from funcrt import cache, low_rank, streams
 from funcrt.buckets import Bucket, BucketPlan
 from funcrt.bundle.checks import load_manifest
 from funcrt.bundle.graphs import import_graph
-from funcrt.bundle.manifest import FunctionEntry, Manifest, describe_arrays
+from funcrt.bundle.manifest import DTYPES, FunctionEntry, Manifest, describe_arrays
 from funcrt.bundle.weights import as_stored, load_stored
 from funcrt.cache import CacheSpec, CacheState
 from funcrt.calling import CallForm
@@ -159,7 +159,7 @@ class Bundle(CallForm):
     def weight_bytes(self) -> tuple[int, int]:
         """Bytes of the prepared weights; of the stored ones nothing stays."""
         specs = self.target.prepared
-        return sum(math.prod(spec.shape) * getattr(mx, spec.dtype).size for spec in specs), 0
+        return sum(math.prod(spec.shape) * DTYPES[spec.dtype].size for spec in specs), 0
 
     def init_cache(self, batch: int, capacity: int) -> CacheState:
         """An empty cache state. Raises CapacityError unless both sizes are declared."""

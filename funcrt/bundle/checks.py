@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from funcrt.bundle.files import hash_file
 from funcrt.bundle.manifest import (
+    CERTIFICATE,
     DEVICE_CLASSES,
     DIGEST,
+    DTYPES,
     FORMAT,
-    GROW,
     MANIFEST,
     PREPARE,
     SCHEMA_VERSION,
+    ArraySpec,
     FunctionEntry,
     Manifest,
     Target,
@@ -23,13 +26,17 @@ from funcrt.bundle.manifest import (
     describe_steps,
 )
 from funcrt.bundle.records import decode, encode, parse_json
-from funcrt.cache.layout import DTYPES, slot_axis
-from funcrt.errors import BundleError
+from funcrt.cache.layout import DTYPES as CACHE_DTYPES
+from funcrt.cache.layout import check_layout, slot_axis
+from funcrt.errors import BundleError, CacheError
 from funcrt.params import FLOATS
 from funcrt.steps import STEPS
 from funcrt.storage import save_json
 
 _LARGEST = 2**31 - 1  # shapes and counts are int32 in MLX
+_MOST_BYTES = 100_000_000
+_AXES = {"row": 1, "positions": 2, "full": 4, "quantized": 4, "latent": 4, "ring": 4}
+_LONGEST_PATH = 255  # bytes that every file system takes
 
 
 def load_manifest(folder: str | Path) -> Manifest:
@@ -47,7 +54,11 @@ def read_manifest(folder: Path) -> tuple[Manifest, str]:
     path = folder / MANIFEST
     if not folder.is_dir():
         raise BundleError(f"{folder} is not a folder; a bundle is one that `funcrt export` made")
+    if path.exists() and not path.is_file():  # reading a pipe would wait for ever
+        raise BundleError(f"{path} is not a file")
     try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise BundleError(f"{path} is damaged: it has more than {_MOST_BYTES} bytes")
         text = path.read_bytes()
     except OSError as error:
         raise BundleError(
@@ -83,7 +94,7 @@ def _check_schema(found: object, version: object, folder: Path) -> None:
     if found != FORMAT:
         raise BundleError(f"{folder}: expected a manifest of format {FORMAT!r}, got {found!r}")
     major = SCHEMA_VERSION.split(".")[0]
-    if not isinstance(version, str) or version.split(".")[0] != major:
+    if not isinstance(version, str) or not re.fullmatch(rf"{major}\.\d{{1,9}}", version):
         raise BundleError(
             f"{folder}: schema version {version!r} cannot be read, this funcrt reads {major}.x: "
             "use the funcrt that made it, or export it again"
@@ -96,12 +107,15 @@ def check_manifest(manifest: Manifest) -> None:
         max(manifest.vocab_size, manifest.max_positions) > _LARGEST
     ):
         raise BundleError(f"{MANIFEST}: sizes must be from 1 to {_LARGEST}")
-    for path in manifest.files:
-        _check_path(path)
-    _check_listed(manifest.params.files, manifest)
+    ends = manifest.model.get("eos_token_ids", [])
+    if not isinstance(ends, (list, tuple)) or any(type(end) is not int for end in ends):
+        raise BundleError(f"{MANIFEST}: model.eos_token_ids: expected a list of integers")
     for path, entry in manifest.files.items():
-        if not 0 <= entry.size < 2**63 or not _is_hash(entry.sha256):
+        _check_path(path)
+        hashes = [entry.sha256] if entry.header is None else [entry.sha256, entry.header]
+        if not 0 <= entry.size < 2**63 or not all(map(_is_hash, hashes)):
             raise BundleError(f"{MANIFEST}: files.{path}: size or sha256 is none")
+    _check_params(manifest)
     if not manifest.targets:
         raise BundleError(f"{MANIFEST}: no targets")
     for device, target in manifest.targets.items():
@@ -111,9 +125,29 @@ def check_manifest(manifest: Manifest) -> None:
             )
         _check_listed(target.files, manifest)
         _check_numbers(target)
+        _check_arrays("prepared", target.prepared)
         _check_state(target)
         _check_functions(manifest, device, target)
         _check_golden(target)
+
+
+def _check_params(manifest: Manifest) -> None:
+    """Whether the weights are those of safetensors files, each named once."""
+    paths = manifest.params.files
+    _check_listed(paths, manifest)
+    if len(set(paths)) < len(paths) or any(manifest.files[path].header is None for path in paths):
+        raise BundleError(f"{MANIFEST}: params.files: one is listed twice or has no header's hash")
+    _check_arrays("params.stored", manifest.params.stored)
+
+
+def _check_arrays(where: str, specs: Sequence[ArraySpec]) -> None:
+    if len({spec.name for spec in specs}) < len(specs):
+        raise BundleError(f"{MANIFEST}: {where} lists an array twice")
+    for spec in specs:
+        if spec.dtype not in DTYPES or not all(0 <= size <= _LARGEST for size in spec.shape):
+            raise BundleError(
+                f"{MANIFEST}: {where}: {spec.name} of {spec.dtype} {list(spec.shape)} is no array"
+            )
 
 
 def _check_listed(paths: Iterable[str], manifest: Manifest) -> None:
@@ -134,6 +168,10 @@ def _check_numbers(target: Target) -> None:
         raise BundleError(f"{MANIFEST}: dtype {target.dtype!r} is not one of {', '.join(FLOATS)}")
     if not target.producer.get("mlx"):
         raise BundleError(f"{MANIFEST}: producer.mlx is missing")
+    try:
+        check_layout(target.layout)
+    except CacheError as error:
+        raise BundleError(f"{MANIFEST}: layout: {error}") from None
 
 
 def _check_state(target: Target) -> None:
@@ -146,8 +184,8 @@ def _check_state(target: Target) -> None:
         sizes = [size for size in array.shape if isinstance(size, int)]
         sound = (
             array.kind == entry.kind
-            and array.dtype in (("int32",) if array.kind in ("row", "positions") else DTYPES)
-            and (array.kind != "row" or array.shape == ("B",))
+            and array.dtype in (("int32",) if array.kind in ("row", "positions") else CACHE_DTYPES)
+            and len(array.shape) == _AXES.get(array.kind, len(array.shape))
             and array.shape[:1] == ("B",)
             and [i for i, size in enumerate(array.shape) if size == "S"] == ([axis] if axis else [])
             and array.shape.count("B") == 1
@@ -165,7 +203,8 @@ def _check_state(target: Target) -> None:
 def _check_path(path: str) -> None:
     pure = PurePosixPath(path)
     plain = str(pure) == path and not pure.is_absolute() and ".." not in pure.parts
-    if not plain or path in ("", ".", MANIFEST, DIGEST) or set(path) & set("\\:\0"):
+    known = path in ("", ".", MANIFEST, DIGEST, CERTIFICATE)
+    if not plain or known or set(path) & set("\\:\0") or len(path.encode()) > _LONGEST_PATH:
         raise BundleError(f"{MANIFEST}: unsafe file path {path!r}; paths stay inside the bundle")
 
 
@@ -175,7 +214,14 @@ def _check_functions(manifest: Manifest, device: str, target: Target) -> None:
     known = [entry for entry in target.functions if entry.name in (PREPARE, *STEPS)]
     if len(known) != len(functions) + 1:
         raise BundleError(f"{MANIFEST}: a function of {device} is listed twice or has no bucket")
-    for expected in describe_steps(device, manifest.vocab_size, target.dtype, target.plan):
+    plan = target.plan  # every shape has a `forward`; before a list of all is made
+    if len(plan.batch) * len(plan.tokens) * len(plan.capacity) > len(functions):
+        raise BundleError(
+            f"{MANIFEST}: the plan of {device} has more shapes than there are functions: "
+            "export the bundle again"
+        )
+    steps = list(describe_steps(device, manifest.vocab_size, target.dtype, plan))
+    for expected in steps:
         assert expected.bucket is not None
         found = functions.get((expected.name, expected.bucket))
         if found is None:
@@ -183,10 +229,12 @@ def _check_functions(manifest: Manifest, device: str, target: Target) -> None:
                 f"{MANIFEST}: {expected.key} is missing for {device}: export the bundle again"
             )
         _check_entry(found, expected)
+    if len(functions) > len(steps):
+        raise BundleError(f"{MANIFEST}: functions of {device} are not of its plan")
 
 
 def _check_entry(entry: FunctionEntry, expected: FunctionEntry) -> None:
-    if entry != replace(expected, file=entry.file, primitives=entry.primitives):
+    if entry != replace(expected, primitives=entry.primitives):
         raise BundleError(
             f"{MANIFEST}: {entry.key}: its inputs and outputs are not those that this funcrt "
             "calls; export the bundle again"
@@ -194,17 +242,24 @@ def _check_entry(entry: FunctionEntry, expected: FunctionEntry) -> None:
 
 
 def _check_golden(target: Target) -> None:
-    plan = target.plan
-    for case in target.golden.cases:
+    golden, plan, functions = target.golden, target.plan, target.step_functions()
+    if golden.params_allowed < 0:
+        raise BundleError(f"{MANIFEST}: golden.params_allowed is below 0")
+    called = set()
+    for case in golden.cases:
         declared = case.batch in plan.batch and case.capacity in plan.capacity
         for call in case.calls:
-            known = call.function in STEPS and (call.tokens == 1 or call.tokens in plan.tokens)
-            if call.function == GROW:
-                known = case.capacity != plan.capacity[-1]
-            if not declared or not known or not call.scale > 0:
+            known = call.function in STEPS and (call.function, case.bucket(call)) in functions
+            if not declared or not known:
                 raise BundleError(
                     f"{MANIFEST}: golden call {call.function} of {call.tokens} tokens at batch "
                     f"{case.batch}, capacity {case.capacity} is not one of the plan"
                 )
+            if not call.scale > 0 or not (call.eager >= 0 <= call.allowed):
+                raise BundleError(f"{MANIFEST}: golden call {call.function}: numbers below 0")
+            called.add((call.function, case.bucket(call)))
         if case.calls and not case.calls[0].fresh:
             raise BundleError(f"{MANIFEST}: a golden case must begin from a fresh cache")
+    for name, bucket in functions:
+        if (name, bucket) not in called:
+            raise BundleError(f"{MANIFEST}: {name}_{bucket} has no golden call")

@@ -32,6 +32,14 @@ CERTIFICATE = "certificate.json"
 PREPARE = "prepare"
 GROW = "grow"
 DEVICE_CLASSES = ("cpu", "cuda", "metal")
+DTYPES = {
+    str(dtype).rsplit(".", maxsplit=1)[-1]: dtype
+    for dtype in (
+        mx.bool_, mx.uint8, mx.uint16, mx.uint32, mx.uint64, mx.int8, mx.int16, mx.int32, mx.int64,
+        mx.float16, mx.bfloat16, mx.float32, mx.float64, mx.complex64,
+    )
+}  # fmt: skip
+"""Those of arrays, by the names that specs have."""
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ def _decode_scalar(kind: type, value: Any, where: str) -> Any:
         return float(value)
     if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):
         _fail(where, _SCALARS[kind], value)
-    if kind is str and not value.isprintable():
+    if isinstance(value, str) and not value.isprintable():
         _fail(where, "text without control characters", value)
     return value
 

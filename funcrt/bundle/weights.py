@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from funcrt.bundle.manifest import ArraySpec, Manifest, describe_arrays
+from funcrt.bundle.manifest import DTYPES, ArraySpec, Manifest, describe_arrays
 from funcrt.errors import BundleError, ParamsError, SourceError, some_of
 from funcrt.params import FLOATS, Params
 from funcrt.storage import load_arrays
@@ -65,7 +65,7 @@ def as_stored(params: Mapping[str, mx.array], specs: Sequence[ArraySpec]) -> Par
         if spec is None:
             problems.append(f"{name}: the bundle has no such tensor")
             continue
-        dtype: mx.Dtype = getattr(mx, spec.dtype)
+        dtype = DTYPES[spec.dtype]
         both_floats = spec.dtype in FLOATS and array.dtype in FLOATS.values()
         if array.shape != spec.shape or not (both_floats or array.dtype == dtype):
             problems.append(
