@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 
 from funcrt import streams
-from funcrt.bundle.manifest import FunctionEntry
+from funcrt.bundle.manifest import MANIFEST, FunctionEntry
 from funcrt.errors import BundleError
 from funcrt.flat import FlatFunction
 
@@ -31,7 +31,8 @@ def import_graph(graph: bytes, entry: FunctionEntry) -> FlatFunction:
     MLX reads graphs from files only, and keeps the file open as long as it needs it; so it gets one
     of its own, which nobody writes to any more.
 
-    Raises BundleError if MLX cannot read it.
+    Raises BundleError if MLX cannot read it; so does the function that it returns, for arrays of
+    other shapes or dtypes than it was traced with.
     """
     try:
         with tempfile.NamedTemporaryFile(suffix=".mlxfn") as file:
@@ -39,6 +40,15 @@ def import_graph(graph: bytes, entry: FunctionEntry) -> FlatFunction:
             file.flush()
             with streams.importing():
                 function: FlatFunction = mx.import_function(file.name)  # type: ignore[assignment]
-            return function
     except (OSError, RuntimeError, ValueError) as error:
         raise BundleError(f"cannot import {entry.file}: {error}") from None
+
+    def call(*arrays: mx.array) -> tuple[mx.array, ...]:
+        try:
+            return function(*arrays)
+        except ValueError:  # pages of shapes
+            raise BundleError(
+                f"{entry.file} takes other arrays than {MANIFEST} says: damaged; export it again"
+            ) from None
+
+    return call
