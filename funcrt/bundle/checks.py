@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import stat
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -54,12 +55,8 @@ def read_manifest(folder: Path) -> tuple[Manifest, str]:
     path = folder / MANIFEST
     if not folder.is_dir():
         raise BundleError(f"{folder} is not a folder; a bundle is one that `funcrt export` made")
-    if path.exists() and not path.is_file():  # reading a pipe would wait for ever
-        raise BundleError(f"{path} is not a file")
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise BundleError(f"{path} is damaged: it has more than {_MOST_BYTES} bytes")
-        text = path.read_bytes()
+        text = _read(path)
     except OSError as error:
         raise BundleError(
             f"{folder} is not a bundle: cannot read {MANIFEST} ({error.strerror})"
@@ -83,22 +80,39 @@ def save_manifest(folder: Path, manifest: Manifest) -> None:
 def check_digest(folder: Path, digest: str) -> None:
     """Raise BundleError unless the manifest's bytes have the hash recorded beside it."""
     try:
-        recorded = (folder / DIGEST).read_text("utf-8")
-    except (OSError, ValueError) as error:
-        raise BundleError(f"cannot read {folder / DIGEST}: {error}") from None
-    if recorded != f"{digest}  {MANIFEST}\n":
+        recorded = _read(folder / DIGEST)
+    except OSError as error:
+        raise BundleError(f"cannot read {folder / DIGEST}: {error.strerror}") from None
+    if recorded != f"{digest}  {MANIFEST}\n".encode():
         raise BundleError(f"{folder / MANIFEST} does not match {DIGEST}: damaged; export it again")
+
+
+def _read(path: Path) -> bytes:
+    """Contents of a small file. Raises OSError, BundleError."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):  # reading a pipe would wait for ever
+        raise BundleError(f"{path} is not a file")
+    if status.st_size > _MOST_BYTES:
+        raise BundleError(f"{path} is damaged: it has more than {_MOST_BYTES} bytes")
+    return path.read_bytes()
 
 
 def _check_schema(found: object, version: object, folder: Path) -> None:
     if found != FORMAT:
-        raise BundleError(f"{folder}: expected a manifest of format {FORMAT!r}, got {found!r}")
+        raise BundleError(
+            f"{folder}: expected a manifest of format {FORMAT!r}, got {_shown(found)}"
+        )
     major = SCHEMA_VERSION.split(".")[0]
     if not isinstance(version, str) or not re.fullmatch(rf"{major}\.\d{{1,9}}", version):
         raise BundleError(
-            f"{folder}: schema version {version!r} cannot be read, this funcrt reads {major}.x: "
+            f"{folder}: schema version {_shown(version)} cannot be read, "
+            f"this funcrt reads {major}.x: "
             "use the funcrt that made it, or export it again"
         )
+
+
+def _shown(value: object) -> str:
+    return type(value).__name__ if isinstance(value, (dict, list)) else repr(value)[:40]
 
 
 def check_manifest(manifest: Manifest) -> None:
