@@ -21,7 +21,7 @@ _reserve_streams()  # only the first streams of a process can be shared by its t
 if TYPE_CHECKING:
     from funcrt import adapters, cache, masks
     from funcrt.buckets import Bucket, BucketPlan
-    from funcrt.bundle import Bundle, export, load_bundle, verify
+    from funcrt.bundle import Bundle, export, extend, load_bundle, refresh, verify
     from funcrt.config import ModelConfig
     from funcrt.engine import Chunk, Completion, Engine, Handle
     from funcrt.errors import FuncrtError
@@ -43,9 +43,11 @@ _HOMES = {
     "ModelConfig": "config",
     "expect": "expectation",
     "export": "bundle",
+    "extend": "bundle",
     "flatten": "flat",
     "load_bundle": "bundle",
     "load_model": "model",
+    "refresh": "bundle",
     "verify": "bundle",
 }
 _MODULES = {"adapters", "cache", "masks"}
@@ -65,10 +67,12 @@ __all__ = [
     "cache",
     "expect",
     "export",
+    "extend",
     "flatten",
     "load_bundle",
     "load_model",
     "masks",
+    "refresh",
     "verify",
 ]
 
