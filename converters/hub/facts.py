@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from funcrt.bundle.manifest import CERTIFICATE, ArraySpec, Manifest, Target
-from funcrt.errors import BundleError, SourceError
+from funcrt.bundle.certificate import load_certificate
+from funcrt.bundle.files import hash_file
+from funcrt.bundle.manifest import CERTIFICATE, MANIFEST, ArraySpec, Manifest, Target
+from funcrt.errors import BundleError
 from funcrt.packing import Quantization
-from funcrt.storage import load_json
 
 
 def shape_facts(model: Mapping[str, Any], vocab_size: int, positions: int) -> dict[str, str]:
@@ -60,37 +61,34 @@ def describe_packing(found: Mapping[Quantization, int]) -> str | None:
 def read_certificate(folder: Path) -> str | None:
     """What `certificate.json` of a folder says; None without one.
 
-    Raises BundleError if it is damaged or says that a check failed.
+    Raises BundleError if it is damaged, belongs to another manifest, or says that a check failed.
     """
-    if not (folder / CERTIFICATE).is_file():
+    path, again = folder / CERTIFICATE, f"run `funcrt verify {folder}` again"
+    if not path.is_file():
         return None
     try:
-        data = load_json(folder / CERTIFICATE)
-    except SourceError as error:
-        raise BundleError(f"{error}; run `funcrt verify {folder}` again") from None
-    checks = data.get("checks")
-    if not isinstance(checks, list) or not all(isinstance(check, dict) for check in checks):
+        certificate = load_certificate(path)
+    except BundleError as error:
+        raise BundleError(f"{error}; {again}") from None
+    if certificate.manifest != hash_file(folder / MANIFEST):
+        raise BundleError(f"{path} belongs to another {MANIFEST} than the one beside it; {again}")
+    checks = certificate.checks
+    if not certificate.passed:
         raise BundleError(
-            f"{folder / CERTIFICATE}: expected a list of `checks`; run `funcrt verify` again"
+            f"{path}: {len(certificate.failed)} of {len(checks)} checks failed; {again}"
         )
-    failed = [check for check in checks if check.get("passed") is not True]
-    if failed or data.get("passed") is False or not checks:
-        what = f"{len(failed)} of {len(checks)} checks failed"
-        raise BundleError(f"{folder / CERTIFICATE}: {what}; run `funcrt verify {folder}` again")
-    errors = [check for check in checks if check.get("check") == "error"]
-    text = f"`funcrt verify` passed all {len(checks)} checks (`{CERTIFICATE}`)"
-    worst = max(errors, key=lambda check: _number(check, "measured"), default=None)
+    text = (
+        f"`funcrt verify` passed all {len(checks)} checks on {certificate.device} with MLX "
+        f"{certificate.mlx} (`{CERTIFICATE}`)"
+    )
+    errors = [check for check in checks if check.check == "error"]
+    worst = max(errors, key=lambda check: check.measured, default=None)
     if worst is not None:
         text += (
-            f"; the largest error is {_number(worst, 'measured'):.1e} of the largest logit, in "
-            f"`{worst.get('function')}`, of {_number(worst, 'allowed'):.1e} allowed"
+            f"; the largest error is {worst.measured:.1e} of the largest logit, in "
+            f"`{worst.function}`, of {worst.allowed:.1e} allowed"
         )
     return f"{text}."
-
-
-def _number(check: Mapping[str, Any], key: str) -> float:
-    value = check.get(key)
-    return float(value) if isinstance(value, (int, float)) else float("inf")
 
 
 def proof_of_export(manifest: Manifest) -> str:

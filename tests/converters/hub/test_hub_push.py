@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from converters.hub.pushing import deliver, prepare
+from funcrt.bundle.certificate import load_certificate, save_certificate
 from funcrt.errors import FuncrtError, InputError, PublishError, SourceError
 from tests.converters.hub.fake_hub import FakeHub, Refusal
 
@@ -102,6 +104,7 @@ def test_nothing_new_is_no_commit(hub: FakeHub, model):
 
 
 def test_files_of_an_earlier_push_go(hub: FakeHub, bundle):
+    (bundle / "certificate.json").unlink()
     push(bundle)
     there = hub.repositories[ID]
     old = {"functions/cpu/old.mlxfn": b"graph", "certificate.json": b"{}", "figure.png": b"mine"}
@@ -170,8 +173,14 @@ def damage_graph(folder: Path) -> None:
 
 
 def fail_certificate(folder: Path) -> None:
-    checks = [{"check": "error", "measured": 1.0, "allowed": 0.1, "passed": False}]
-    (folder / "certificate.json").write_text(json.dumps({"passed": False, "checks": checks}))
+    found = load_certificate(folder / "certificate.json")
+    first = replace(found.checks[0], measured=1.0, allowed=0.1)
+    save_certificate(folder, replace(found, checks=(first, *found.checks[1:])))
+
+
+def mistake_certificate(folder: Path) -> None:
+    found = load_certificate(folder / "certificate.json")
+    save_certificate(folder, replace(found, manifest="0" * 64))
 
 
 def lose_layers(folder: Path) -> None:
@@ -185,8 +194,9 @@ def lose_layers(folder: Path) -> None:
         ("bundle", damage_graph, "sha256 does not match"),
         ("bundle", lambda f: (f / "manifest.json").write_text("{"), "damaged"),
         ("bundle", lambda f: (f / "params.safetensors").unlink(), "is missing"),
-        ("bundle", fail_certificate, "1 of 1 checks failed; run `funcrt verify"),
-        ("bundle", lambda f: (f / "certificate.json").write_text("{}"), "list of `checks`"),
+        ("bundle", fail_certificate, r"1 of \d+ checks failed; run `funcrt verify"),
+        ("bundle", mistake_certificate, "another manifest.json .*; run `funcrt verify"),
+        ("bundle", lambda f: (f / "certificate.json").write_text("{}"), "expected format"),
         ("model", lambda f: os.truncate(f / "model.safetensors", 999), "truncated"),
         ("model", lose_layers, r"missing: model\.layers\.2|lacks|model.layers.2"),
         ("model", lambda f: (f / "config.json").unlink(), "neither manifest.json nor config.json"),
