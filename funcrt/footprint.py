@@ -72,9 +72,17 @@ class Footprint:
 
         Raises ConfigError for a model whose config lacks one of the sizes.
         """
-        config = model.config_values
         cache_spec = model.whole_cache_spec if cache_spec is None else cache_spec
-        params, stored = model.weight_bytes
+        return cls.from_config(model.config_values, cache_spec, *model.weight_bytes)
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], cache_spec: CacheSpec, params: int, stored: int = 0
+    ) -> Footprint:
+        """The footprint of a model of which only this is known.
+
+        Raises ConfigError if the config lacks one of the sizes.
+        """
         sizes = {name: _size(config, name) for name in _SIZES}
         dtype = DTYPES[str(config.get("dtype", "float32"))]
         return cls(params, stored, cache_spec, **sizes, value_bytes=dtype.size)
