@@ -14,16 +14,17 @@ from typing import Annotated, Any
 from funcrt._version import __version__
 from funcrt.cli import (
     batch,
-    bundles,
     convert,
     demo,
     doctor,
     export,
     generate,
     hub,
+    inspect,
     models,
     plan,
     terminal,
+    verify,
 )
 from funcrt.errors import FuncrtError
 
@@ -66,8 +67,8 @@ for command in (
     generate.generate,
     generate.chat,
     batch.batch,
-    bundles.inspect,
-    bundles.verify,
+    inspect.inspect,
+    verify.verify,
     models.models,
     doctor.doctor,
     hub.push,
