@@ -16,8 +16,7 @@ from funcrt.errors import BundleError, some_of
 
 import mlx.core as mx
 
-Tick = Callable[[str, int], None]
-"""Called with what was done, and how many parts there are in all."""
+Tick = Callable[[str], None]
 
 
 def verify_elsewhere(folder: Path, weights: Sequence[Path], tick: Tick) -> None:
@@ -68,7 +67,7 @@ def _follow(lines: Iterable[str], tick: Tick) -> list[dict[str, Any]]:
         if "checks" in message:
             checks: list[dict[str, Any]] = message["checks"]
             return checks
-        tick(f"verify {message['item']}", message["total"])
+        tick(f"verify {message['item']}")
     return []
 
 

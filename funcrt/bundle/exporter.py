@@ -227,7 +227,7 @@ def _finish(
     borrowed = place / "borrowed.safetensors"
     if not own:  # a bundle without weights is verified with those of its model
         save_arrays(borrowed, model.params)
-    verify_elsewhere(place, () if own else (borrowed,), tick.verifying)
+    verify_elsewhere(place, () if own else (borrowed,), tick)
     borrowed.unlink(missing_ok=True)
     bundle = open_bundle(place, params=None if own else model.params)
     if before and files.hash_file(target / MANIFEST) != before:
@@ -264,18 +264,11 @@ class _Ticker:
 
     def __init__(self, progress: Progress | None, total: int) -> None:
         self._progress = progress or (lambda done, total, item: None)
-        self._done, self._total, self._verifying = 0, total, False
+        self._done, self._total = 0, total
 
     def __call__(self, item: str) -> None:
         self._done += 1
-        self._progress(self._done, max(self._total, self._done), item)
-
-    def verifying(self, item: str, total: int) -> None:
-        """One of `total` parts of a verification is done."""
-        if not self._verifying:
-            self._verifying = True
-            self._total += total
-        self(item)
+        self._progress(self._done, self._total, item)
 
 
 def _describe(model: Model, shards: list[str], targets: dict[str, Target]) -> Manifest:

@@ -60,10 +60,15 @@ class Recorder:
         self._references = References(self._cases)
 
     @property
+    def calls(self) -> int:
+        """How many calls are recorded."""
+        return sum(len(case.calls) for case in self._cases)
+
+    @property
     def ticks(self) -> int:
         """How often `record` reports progress."""
-        calls = sum(len(case.calls) for case in self._cases)
-        return self._references.count + calls + len(self._cases[0].calls)
+        computed = [[c for c in case.calls if c.function != GROW] for case in self._cases]
+        return self._references.count + sum(map(len, computed)) + len(computed[0])
 
     def record(self, file: str, tick: Tick) -> Recording:
         """Run everything.

@@ -13,6 +13,7 @@ from funcrt._version import __version__
 from funcrt.buckets import BucketPlan
 from funcrt.bundle.golden import Recorder
 from funcrt.bundle.graphs import mlx_version
+from funcrt.bundle.invariances import count_invariances
 from funcrt.bundle.manifest import (
     ExportReport,
     FunctionEntry,
@@ -69,8 +70,11 @@ class TargetMaker:
 
     @property
     def ticks(self) -> int:
-        """How often `make` reports progress."""
-        return len(self._entries) - len(self._present) + self._recorder.ticks
+        """How often `make` and the verification of what it made report progress."""
+        traced = len(self._entries) - len(self._present)
+        spec = self._model.cache_spec(self.layout)
+        verified = 1 + self._recorder.calls + count_invariances(self._plan, spec)
+        return traced + self._recorder.ticks + verified
 
     @property
     def kept(self) -> set[str]:
