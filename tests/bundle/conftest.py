@@ -14,6 +14,7 @@ from funcrt.bundle.files import describe_files
 from funcrt.bundle.manifest import Manifest, Target
 from funcrt.model import Model
 from funcrt.text import Tokenizer
+from funcrt.user_cache import user_cache
 from tests.helpers import TINY, make_model
 
 import mlx.core as mx
@@ -49,6 +50,23 @@ class Exports:
             export(model, folder, PLAN if kind != "bfloat16" else SMALL)
             self._models[kind] = model
         return self._models[kind], folder
+
+
+@pytest.fixture(scope="session")
+def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """In place of the user's cache folder, but with the BLAS that is kept there."""
+    made = tmp_path_factory.mktemp("cache")
+    (made / "funcrt").mkdir()
+    (user_cache() / "blas").mkdir(parents=True, exist_ok=True)
+    (made / "funcrt" / "blas").symlink_to(user_cache() / "blas")
+    return made
+
+
+@pytest.fixture(autouse=True)
+def own_cache(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What is remembered of these bundles does not stay in the user's cache folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_folder))
+    return cache_folder / "funcrt"
 
 
 @pytest.fixture(scope="session")
