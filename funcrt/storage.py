@@ -62,7 +62,8 @@ def save_arrays(
 
 def load_metadata(path: Path) -> dict[str, str]:
     """The text entries of a safetensors file. Raises SourceError if it is damaged."""
-    return _read_header(path)[0].get("__metadata__") or {}
+    texts: dict[str, str] = _read_header(path)[0].get("__metadata__") or {}
+    return texts
 
 
 def parse_strictly(text: bytes) -> Any:
@@ -157,7 +158,8 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
         raise SourceError(f"{path}: not a readable safetensors file: {error}") from None
     if not isinstance(header, dict):
         raise SourceError(f"{path}: not a safetensors file: its header is not a JSON object")
-    texts = header.get("__metadata__") or {}  # MLX writes null for none
+    texts = header.get("__metadata__")
+    texts = {} if texts is None else texts  # MLX writes null for none
     if not isinstance(texts, dict) or not all(isinstance(v, str) for v in texts.values()):
         raise SourceError(f"{path}: its metadata is damaged")
     return header, size - 8 - length
