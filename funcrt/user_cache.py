@@ -16,10 +16,14 @@ def user_cache() -> Path:
 
 
 def write_atomically(path: Path, text: str) -> bool:
-    """Write a file that readers see complete or as it was; False where it cannot be written."""
+    """Write a file that readers see complete or as it was; False where it cannot be written.
+
+    Folders are made within the user's cache only: a bundle's that was removed stays away.
+    """
     fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_relative_to(user_cache()):
+            path.parent.mkdir(parents=True, exist_ok=True)
         fresh.write_text(text, "utf-8")
         fresh.replace(path)
     except OSError:

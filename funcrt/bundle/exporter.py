@@ -52,13 +52,11 @@ def _is_bundle(folder: Path) -> bool:
         ours = {MANIFEST, DIGEST, CERTIFICATE, *manifest["files"]}
         if manifest["format"] != FORMAT:
             return False
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
-    return all(
-        path.relative_to(folder).as_posix() in ours
-        for path in folder.rglob("*")
-        if not path.is_dir()
-    )
+    found = {path.relative_to(folder) for path in folder.rglob("*") if not path.is_dir()}
+    # A certificate that was being written when its process was killed is ours, too.
+    return all(name.as_posix() in ours or name.match(f".{CERTIFICATE}.*.tmp") for name in found)
 
 
 KIND = Kind("a folder of only a bundle's files", _is_bundle)
