@@ -19,12 +19,18 @@ namespace {
 constexpr size_t kChunk = 1 << 20;
 constexpr const char* kAdvice = "copy the bundle again, or export it again";
 
+/// A file to read; no pipe, on which one could wait for ever.
 std::ifstream open(const fs::path& path) {
+  std::error_code error;
+  const bool usual = fs::is_regular_file(path, error);
+  if (error || !usual) {
+    throw Error(text("cannot read ", path.string(), ": ",
+                     error ? error.message() : "it is not a file"));
+  }
   errno = 0;
   std::ifstream file(path, std::ios::binary);
-  if (!file || fs::is_directory(path)) {
-    throw Error(text("cannot read ", path.string(), ": ",
-                     errno != 0 ? std::strerror(errno) : "it is not a file"));
+  if (!file) {
+    throw Error(text("cannot read ", path.string(), ": ", std::strerror(errno)));
   }
   return file;
 }
