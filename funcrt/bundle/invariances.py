@@ -8,8 +8,10 @@
 | `bucket` | batch and capacity: those of the smallest bucket | difference of logits | tolerance |
 | `chunking` | the text comes in pieces of the smallest T | difference of logits | tolerance |
 
-What differs are single logits, and arrays of the state in single rows. A difference of logits is
-the largest one over the largest logit, or infinite where the lengths differ.
+What differs are single logits, and arrays of the state in single rows. To be cheap, neighbours,
+padding and unused slots change at once; only where anything differs then, one after the other tells
+which of them it was. A difference of logits is the largest one over the largest logit, or infinite
+where the lengths differ.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from funcrt.compiled import Compiled
 
 import mlx.core as mx
 
+_BITWISE = ("neighbours", "padding", "poison")
 _MOST_NAMED = 3
 
 
@@ -55,10 +58,7 @@ def check_invariances(
     for batch in compiled.plan.batch:
         for capacity in choose_capacities(compiled.plan, compiled.cache_spec):
             bucket = _Bucket(compiled, batch, capacity, longest)
-            if batch > 1:
-                yield from bucket.check_neighbours()
-            yield from bucket.check_padding()
-            yield from bucket.check_poison()
+            yield from bucket.check_bitwise()
             yield from bucket.check_chunking(allowed)
             if first:
                 yield from bucket.check_bucket(first, allowed)
@@ -87,33 +87,39 @@ class _Bucket:
 
     # --- bitwise ---------------------------------------------------------------------------------
 
-    def check_neighbours(self) -> Iterator[Check]:
+    def check_bitwise(self) -> Iterator[Check]:
+        changes = _BITWISE if len(self._rows) > 1 else _BITWISE[1:]
+        together = self._compare(changes)
+        found, where = dict.fromkeys(changes, together), ""
+        if any(one.count for one in together):
+            apart = {change: self._compare([change]) for change in changes}
+            where = " (only if all of it changes at once)"
+            if any(one.count for group in apart.values() for one in group):
+                found, where = apart, ""
+        for change, group in found.items():
+            for one in group:
+                yield one.as_check(change, where)
+
+    def _compare(self, changes: Sequence[str]) -> list[_Differences]:
+        """What differs in each function: of every other row, whose neighbours change, by turns."""
         found = [_Differences(seen.key) for seen in self.base]
         for turn in (0, 1):
-            script = replace_rows(self._script, turn, self._compiled.vocab_size)
-            for one, base, (_, seen) in zip(found, self.base, self._run(script), strict=True):
-                one.add(base, seen, self._rows[turn::2])
-        for one in found:
-            yield one.as_check("neighbours")
+            rows = self._rows[turn::2]
+            if rows:
+                results = self._change(changes, turn)
+                counted = (seen for call, seen in results if any(call.rows))
+                for one, base, seen in zip(found, self.base, counted, strict=True):
+                    one.add(base, seen, rows)
+        return found
 
-    def check_padding(self) -> Iterator[Check]:
-        random = Random(0)
-        seen = self._run(
-            insert_idle(self._script),
-            arrange=elsewhere,
-            filler=lambda: random.randrange(self._compiled.vocab_size),
-        )
-        return self._compare("padding", seen)
-
-    def check_poison(self) -> Iterator[Check]:
-        return self._compare("poison", self._run(self._script, poisoned=True))
-
-    def _compare(self, check: str, results: Iterable[tuple[Call, Seen]]) -> Iterator[Check]:
-        counted = (seen for call, seen in results if any(call.rows))
-        for base, seen in zip(self.base, counted, strict=True):
-            one = _Differences(base.key)
-            one.add(base, seen, self._rows)
-            yield one.as_check(check)
+    def _change(self, changes: Sequence[str], turn: int) -> Iterator[tuple[Call, Seen]]:
+        vocab, script, options = self._compiled.vocab_size, self._script, {}
+        if "neighbours" in changes:
+            script = replace_rows(script, turn, vocab)
+        if "padding" in changes:
+            script, random = list(insert_idle(script)), Random(turn)
+            options = {"arrange": elsewhere, "filler": lambda: random.randrange(vocab)}
+        return self._run(script, poisoned="poison" in changes, **options)
 
     # --- but for rounding ------------------------------------------------------------------------
 
@@ -141,7 +147,7 @@ class _Differences:
 
     def __init__(self, key: str) -> None:
         self._key = key
-        self._count = 0
+        self.count = 0
         self._logits = 0
         self._arrays: dict[str, None] = {}
 
@@ -156,15 +162,15 @@ class _Differences:
             if hashes[row] != theirs.state[name][row]
         ]
         self._logits += different
-        self._count += different + len(arrays)
+        self.count += different + len(arrays)
         self._arrays |= dict.fromkeys(arrays)
 
-    def as_check(self, check: str) -> Check:
+    def as_check(self, check: str, where: str) -> Check:
         named = [f"{self._logits} logits"] if self._logits else []
         named += list(self._arrays)[:_MOST_NAMED]
         named += ["..."] if len(self._arrays) > _MOST_NAMED else []
-        note = f"different: {', '.join(named)}" if named else ""
-        return Check(self._key, check, float(self._count), 0.0, note=note)
+        note = f"different: {', '.join(named)}{where}" if named else ""
+        return Check(self._key, check, float(self.count), 0.0, note=note)
 
 
 def _measure(check: str, ours: Seen, theirs: Seen, allowed: Callable[[str], float]) -> Check:

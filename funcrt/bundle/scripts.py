@@ -24,7 +24,7 @@ import mlx.core as mx
 PREFILL, DECODE = "prefill", "decode_greedy"
 POISON = 1e4  # in float16 one product away from infinity
 
-_PIECES = 8  # of a call in chunks; a longer text begins as a whole
+_PIECES = 8  # at most, of a call in chunks: so long are texts
 
 Text = tuple[int, ...]
 Places = list[int]
@@ -87,7 +87,7 @@ def make_script(compiled: Compiled, batch: int, longest: int) -> list[Call]:
         fresh = left < 1
         left = room if fresh else left
         # Some padding, and a token left for each of the other calls where there is room for it.
-        count = max(1, min(tokens * 3 // 4, left - later))
+        count = max(1, min(tokens * 3 // 4, _PIECES * plan.tokens[0], left - later))
         left -= count
         rows = tuple(
             _draw(text, max(1, count - row % 3), compiled.vocab_size)
@@ -133,17 +133,13 @@ def insert_idle(script: Iterable[Call]) -> Iterator[Call]:
 def cut(call: Call, least: int) -> list[Call]:
     """The same text in pieces of at most `least` tokens, fed to the function of that T."""
     longest = max(map(len, call.rows))
-    size = min(least, -(-longest // 2))
     if call.function != PREFILL or longest < 2:
         return [call]
-    whole = max(0, longest - _PIECES * size)
-    starts = [whole + i * size for i in range(-(-(longest - whole) // size))]
-    bounds = [(0, whole), *((start, start + size) for start in starts)]
+    size = min(least, -(-longest // 2))
     pieces = [
-        Call(PREFILL, call.tokens if not start and whole else least, False,
-             tuple(row[start:end] for row in call.rows))
-        for start, end in bounds if end > start
-    ]  # fmt: skip
+        Call(PREFILL, least, False, tuple(row[start : start + size] for row in call.rows))
+        for start in range(0, longest, size)
+    ]
     return [pieces[0]._replace(fresh=call.fresh), *pieces[1:]]
 
 
@@ -160,9 +156,7 @@ def to_the_left(count: int, tokens: int, turn: int) -> Places:
 
 def elsewhere(count: int, tokens: int, turn: int) -> Places:
     """Padding on the left, or a hole in the middle."""
-    if turn % 2:
-        return list(range(tokens - count, tokens))
-    front = count // 2
+    front = count // 2 if turn % 2 else 0
     return [*range(front), *range(tokens - count + front, tokens)]
 
 
