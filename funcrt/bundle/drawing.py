@@ -29,11 +29,18 @@ def draw(folder: str | Path, key: str) -> str:
             where there are several.
 
     Raises:
-        BundleError: no such function, a damaged file, or a graph of another MLX version.
+        BundleError: no such function, a damaged file, or a graph of another MLX version or of a GPU
+            where there is none.
     """
     folder = Path(folder)
     manifest = load_manifest(folder)
-    target, entry = _find(manifest, key)
+    device, entry = _find(manifest, key)
+    target = manifest.targets[device]
+    if device != "cpu" and not mx.is_available(mx.gpu):
+        raise BundleError(
+            f"{entry.file} is a graph for {device}, and MLX reads those of a GPU only where there "
+            "is one: draw it there, or a function of another device class"
+        )
     made_by = target.producer["mlx"]
     if made_by != mlx_version():
         raise BundleError(
@@ -65,14 +72,14 @@ def draw(folder: str | Path, key: str) -> str:
     return dot.getvalue()
 
 
-def _find(manifest: Manifest, key: str) -> tuple[Target, FunctionEntry]:
-    """The function of a key, first of all that of this process's device class."""
+def _find(manifest: Manifest, key: str) -> tuple[str, FunctionEntry]:
+    """Device class and entry of a function, first of all that of this process's device class."""
     here = device_class()
     devices = sorted(manifest.targets, key=lambda device: device != here)
-    known: dict[str, tuple[Target, FunctionEntry]] = {}
-    for target in (manifest.targets[device] for device in devices):
-        for entry in target.functions:
-            known.setdefault(entry.key, (target, entry))
+    known: dict[str, tuple[str, FunctionEntry]] = {}
+    for device in devices:
+        for entry in manifest.targets[device].functions:
+            known.setdefault(entry.key, (device, entry))
     if key not in known:
         raise BundleError(f"no function {key!r}; there are {some_of(list(known), len(known))}")
     return known[key]

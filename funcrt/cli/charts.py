@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 _ROW, _GAP, _HEAD = 18, 8, 30  # heights: of a bar's row, between groups, of titles and axes
-_LABEL, _PANEL, _VALUE = 190, 262, 66  # widths: of labels, of a panel, of the value behind a bar
+_LABEL, _PANEL, _VALUE = 214, 254, 66  # widths: of labels, of a panel, of the value behind a bar
 
 
 class Mark(NamedTuple):

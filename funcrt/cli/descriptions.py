@@ -57,8 +57,11 @@ def target_header(facts: TargetFacts) -> Iterator[tuple[str, str]]:
     yield (
         facts.device,
         f"{target.dtype}, weights {terminal.size(facts.weights)} when prepared, "
-        f"{len(facts.functions)} functions; made by funcrt {made.get('funcrt', '?')} and "
-        f"mlx {made['mlx']} on {where or 'an unknown machine'}",
+        f"{len(facts.functions)} functions",
+    )
+    yield (
+        "made by",
+        f"funcrt {made.get('funcrt', '?')} and mlx {made['mlx']} on {where or 'some machine'}",
     )
     plan = target.plan
     sizes = ((name, getattr(plan, name)) for name in ("batch", "tokens", "capacity"))

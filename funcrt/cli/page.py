@@ -86,13 +86,13 @@ def _tiles(facts: BundleFacts, certificate: Certificate | None) -> Iterator[tupl
 
 
 def _target(facts: TargetFacts) -> Section:
-    (_, made), *rest = d.target_header(facts)
+    (_, what), *rest = d.target_header(facts)
     charts = [_chart_of_calls(facts)]
     if facts.memory:
         charts.append(_chart_of_memory(facts))
     tables = [_functions(facts), _arrays(facts), _memory(facts), _cache(facts.target.cache)]
     return Section(
-        f"Functions for {facts.device}", [("made", made), *rest], charts,
+        f"Functions for {facts.device}", [("computes in", what), *rest], charts,
         [table for table in tables if table.rows],
     )  # fmt: skip
 
@@ -119,7 +119,7 @@ def _chart_of_calls(facts: TargetFacts) -> Chart:
 def _chart_of_memory(facts: TargetFacts) -> Chart:
     stacks = [
         Stack(
-            f"{m.batch} x {m.capacity} slots", (m.weights, m.state, m.call),
+            f"batch {m.batch}, {m.capacity} slots", (m.weights, m.state, m.call),
             f"The largest call is {m.largest}.",
         )
         for m in facts.memory

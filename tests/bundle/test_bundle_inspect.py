@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from funcrt.buckets import Bucket
-from funcrt.bundle import Bundle
+from funcrt.bundle import Bundle, drawing
+from funcrt.bundle.checks import load_manifest
 from funcrt.bundle.drawing import draw
 from funcrt.bundle.facts import BundleFacts, TargetFacts, bytes_read, know
 from funcrt.bundle.files import hash_file
@@ -20,6 +21,7 @@ from funcrt.footprint import Footprint
 from tests.bundle.conftest import PLAN, Edit, edit_target
 from tests.commands import run_here
 
+import mlx.core as mx
 import pytest
 
 DECODE = "decode_b2_t1_s16"
@@ -232,6 +234,16 @@ def test_damaged_graphs_are_not_drawn(copy: Path, edit: Edit) -> None:
     edit(copy, lambda m: edit_target(m, lambda t: replace(t, producer={"mlx": "0.1.0"})))
     with pytest.raises(BundleError, match=re.escape("pip install mlx==0.1.0")):
         draw(copy, DECODE)
+
+
+@pytest.mark.usefixtures("untouched")
+def test_graphs_of_a_gpu_need_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = load_manifest(folder)
+    elsewhere = replace(manifest, targets={"cuda": manifest.targets["cpu"]})
+    monkeypatch.setattr(drawing, "load_manifest", lambda folder: elsewhere)
+    monkeypatch.setattr(mx, "is_available", lambda device: False)
+    with pytest.raises(BundleError, match="is a graph for cuda"):
+        draw(folder, DECODE)
 
 
 def test_buckets_are_listed_as_declared(target: TargetFacts) -> None:
