@@ -55,13 +55,28 @@ def staging(target: Path, kind: Kind) -> Iterator[Path]:
             os.close(lock)
 
 
-def publish(folder: Path, target: Path, kind: Kind) -> None:
+def publish(
+    folder: Path, target: Path, kind: Kind, check: Callable[[], None] = lambda: None
+) -> None:
     """Make a complete `folder` the one at `target`; what was there takes its name.
+
+    Args:
+        folder: from `staging`.
+        target: the same as there.
+        kind: the same as there.
+        check: called while no other writer can publish beside `target`; what it raises stops this.
 
     Raises PublishError, OSError; the old folder is then still in place.
     """
     _sync_tree(folder)
-    for _ in range(100):  # another writer may create or replace the target at any moment
+    with _locked(target.parent):
+        check()
+        _put(folder, target, kind)
+    _sync(target.parent)
+
+
+def _put(folder: Path, target: Path, kind: Kind) -> None:
+    for _ in range(100):  # where there are no locks, another writer may do so at any moment
         check_target(target, kind)
         try:
             if target.exists():
@@ -74,7 +89,6 @@ def publish(folder: Path, target: Path, kind: Kind) -> None:
                 raise
     else:
         raise PublishError(f"{target} is replaced by others again and again; write it again")
-    _sync(target.parent)
 
 
 def check_target(target: Path, kind: Kind) -> None:

@@ -228,9 +228,12 @@ def _finish(
     verify_elsewhere(place, () if own else (borrowed,), tick)
     borrowed.unlink(missing_ok=True)
     bundle = open_bundle(place, params=None if own else model.params)
-    if before and files.hash_file(target / MANIFEST) != before:
-        raise BundleError(f"{target} was replaced while this added to it: do it again")
-    publish(place, target, KIND)
+
+    def check() -> None:
+        if before and files.hash_file(target / MANIFEST) != before:
+            raise BundleError(f"{target} was replaced while this added to it: do it again")
+
+    publish(place, target, KIND, check)
     bundle.folder = target
     return bundle
 
