@@ -16,7 +16,7 @@ from funcrt.bundle.weights import Weights, load_stored, read_weights
 from funcrt.errors import BundleError, InputError, TextError
 from funcrt.text import Tokenizer
 
-_ATTEMPTS = 3
+_ATTEMPTS = 20
 
 
 class OtherMachineError(BundleError):
@@ -75,15 +75,17 @@ def open_bundle(
 ) -> Bundle:
     """`load_bundle` that leaves the weights on disk until they are used."""
     folder = Path(folder).absolute()
-    for attempt in range(_ATTEMPTS):
+    for _ in range(_ATTEMPTS):
         before = _identity(folder)
         try:
-            return _open(folder, params, expected_digest)
+            bundle = _open(folder, params, expected_digest)
+            if _identity(folder) == before:
+                return bundle
         except BundleError:
-            # An export may have replaced the whole folder while it was read.
-            if attempt == _ATTEMPTS - 1 or _identity(folder) == before:
+            if _identity(folder) == before:
                 raise
-    raise AssertionError("unreachable")
+        # An export has replaced the whole folder while it was read: what was read is a mixture.
+    raise BundleError(f"{folder} is replaced by others again and again; load it again")
 
 
 def _open(folder: Path, params: Weights | None, expected_digest: str | None) -> Bundle:
@@ -145,9 +147,10 @@ def _tokenizer(folder: Path, manifest: Manifest) -> Tokenizer | None:
         raise BundleError(f"{folder}: {error}") from None
 
 
-def _identity(folder: Path) -> tuple[int, int] | None:
+def _identity(folder: Path) -> tuple[int, ...] | None:
+    """What differs when another folder has taken the place, even one that was there before."""
     try:
         status = folder.stat()
     except OSError:
         return None
-    return status.st_dev, status.st_ino
+    return status.st_dev, status.st_ino, status.st_ctime_ns
