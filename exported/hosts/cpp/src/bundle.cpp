@@ -17,9 +17,10 @@ namespace {
 
 constexpr const char* kDigest = "manifest.json.sha256";
 
-Manifest read_manifest(const Folder& folder) {
+/// The manifest, and in `recorded` the content of the file that holds its hash.
+Manifest read_manifest(const Folder& folder, std::string& recorded) {
   const std::string where = folder.path().string();
-  std::string content, recorded;
+  std::string content;
   try {
     content = read_file(folder.path() / "manifest.json");
     recorded = read_file(folder.path() / kDigest);
@@ -58,7 +59,7 @@ std::string device_class() {
 
 Bundle::Bundle(const std::string& folder, const std::vector<std::string>& params_files,
                bool in_full)
-    : folder_(folder), manifest_(read_manifest(folder_)) {
+    : folder_(folder), manifest_(read_manifest(folder_, recorded_)) {
   for (const auto& [name, entry] : manifest_.files) {
     folder_.check_size(name, entry);
   }
@@ -73,7 +74,11 @@ Bundle::Bundle(const std::string& folder, const std::vector<std::string>& params
       found != manifest_.files.end()) {
     eos_token_ids_ = parse_ends(folder_.read(found->first, found->second)).value_or(eos_token_ids_);
   }
-  prepare(load_weights(params_files, in_full));
+  std::vector<mx::array> stored = load_weights(params_files, in_full);
+  if (read_file(folder_.path() / kDigest) != recorded_) {
+    throw Error(text(folder, " was replaced while it was read: run it again"));
+  }
+  prepare(std::move(stored));
 }
 
 /// Held in memory, so that a bundle that is replaced later still runs.

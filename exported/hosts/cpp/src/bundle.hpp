@@ -59,6 +59,7 @@ class Bundle {
   const Graph& compiled(const Function& function);
 
   Folder folder_;
+  std::string recorded_;  // content of manifest.json.sha256
   Manifest manifest_;
   std::vector<int> eos_token_ids_;
   std::map<std::string, std::string> graphs_;  // bytes of those that are not imported yet, by file

@@ -4,8 +4,8 @@
 #include <limits>
 
 #include "arrays.hpp"
-#include "error.hpp"
-#include "mlx/transforms.h"
+#include "mlx/ops.h"
+#include "recorded.hpp"
 
 namespace mx = mlx::core;
 
@@ -13,71 +13,6 @@ namespace funcrt {
 namespace {
 
 constexpr int kLogprob = -1;  // the column of a probe that asks for the chosen token's
-
-/// A table of small integers or flags, row after row.
-struct Table {
-  std::vector<int> values;
-  int width;
-
-  int at(int row, int column) const { return values[static_cast<size_t>(row) * width + column]; }
-};
-
-Table read_table(const mx::array& array) {
-  return {read_array<int>(mx::astype(array, mx::int32)), array.shape(-1)};
-}
-
-/// Causal over the real tokens, but for one cached slot per row that nobody sees: [B,1,T,S].
-mx::array make_mask(const Table& valid, const std::vector<int>& hidden,
-                    const std::vector<int>& lengths, int capacity) {
-  const int batch = static_cast<int>(lengths.size());
-  std::vector<char> mask(valid.values.size() * static_cast<size_t>(capacity));
-  for (int b = 0; b < batch; b++) {
-    int slot = lengths[b];  // that the next real token takes
-    for (int t = 0; t < valid.width; t++) {
-      char* row = &mask[(static_cast<size_t>(b) * valid.width + t) * capacity];
-      for (int s = 0; valid.at(b, t) && s <= slot && s < capacity; s++) {
-        row[s] = s != hidden[b];
-      }
-      slot += valid.at(b, t);
-    }
-  }
-  return make_array(mask, {batch, 1, valid.width, capacity}, mx::bool_);
-}
-
-/// Real tokens see the real ones up to themselves: [B,T,T].
-mx::array make_block(const Table& valid, int batch) {
-  const int width = valid.width;
-  std::vector<char> block(valid.values.size() * static_cast<size_t>(width));
-  for (int b = 0; b < batch; b++) {
-    for (int i = 0; i < width; i++) {
-      for (int j = 0; j <= i; j++) {
-        block[(static_cast<size_t>(b) * width + i) * width + j] = valid.at(b, i) && valid.at(b, j);
-      }
-    }
-  }
-  return make_array(block, {batch, width, width}, mx::bool_);
-}
-
-/// A [B,V] array from a value per row and others at some places.
-template <typename T>
-mx::array spread(const std::vector<T>& fill, const NamedArrays& inputs, const std::string& name,
-                 int vocab, mx::Dtype dtype) {
-  const int batch = static_cast<int>(fill.size());
-  std::vector<T> full;
-  for (const T value : fill) {
-    full.insert(full.end(), vocab, value);
-  }
-  const mx::array& places = inputs.at(name + ".places");
-  if (places.size() > 0) {
-    const Table where = read_table(places);
-    const auto values = read_array<T>(inputs.at(name + ".values"));
-    for (size_t i = 0; i < values.size(); i++) {
-      const int row = where.at(static_cast<int>(i), 0), id = where.at(static_cast<int>(i), 1);
-      full.at(static_cast<size_t>(row) * vocab + id) = values[i];
-    }
-  }
-  return make_array(full, {batch, vocab}, dtype);
-}
 
 /// Flat values of an array at some places.
 std::vector<float> pick(const mx::array& array, const std::vector<int64_t>& places) {
@@ -240,13 +175,9 @@ NamedArrays Replay::take_inputs(const GoldenCall& call, const std::string& prefi
     } else if (spec.name == "block") {
       inputs.insert_or_assign("block", make_block(read_table(inputs.at("valid")), case_.batch));
     } else if (spec.name == "bias") {
-      const auto fill = read_array<float>(inputs.at("bias.fill"));
-      inputs.insert_or_assign(
-          "bias", spread(fill, inputs, "bias", manifest.vocab_size, mx::float32));
+      inputs.insert_or_assign("bias", spread_bias(inputs, manifest.vocab_size));
     } else if (spec.name == "history") {
-      const std::vector<int> fill(case_.batch);
-      inputs.insert_or_assign(
-          "history", spread(fill, inputs, "history", manifest.vocab_size, mx::int32));
+      inputs.insert_or_assign("history", spread_history(inputs, case_.batch, manifest.vocab_size));
     } else if (spec.name == "logits" && !inputs.contains("logits")) {
       inputs.emplace("logits", inputs_.at("logits"));  // `top` takes those of the call before
     }

@@ -1,23 +1,19 @@
 #include "manifest.hpp"
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
-#include <nlohmann/json.hpp>
 #include <set>
 
 #include "error.hpp"
 #include "mlx/version.h"
+#include "node.hpp"
 
 namespace mx = mlx::core;
 
 namespace funcrt {
 namespace {
 
-using nlohmann::json;
-
 constexpr const char* kManifest = "manifest.json";
-constexpr int64_t kLargest = std::numeric_limits<int>::max();  // shapes are int32 in MLX
 constexpr uint64_t kLargestArray = uint64_t{1} << 48;
 
 const std::vector<std::pair<std::string, mx::Dtype>> kDtypes = {
@@ -25,78 +21,6 @@ const std::vector<std::pair<std::string, mx::Dtype>> kDtypes = {
     {"int16", mx::int16},      {"uint16", mx::uint16},     {"int32", mx::int32},
     {"uint32", mx::uint32},    {"int64", mx::int64},       {"uint64", mx::uint64},
     {"float16", mx::float16},  {"bfloat16", mx::bfloat16}, {"float32", mx::float32}};
-
-/// A place in the manifest that knows its own name, so that messages can tell.
-class Node {
- public:
-  Node(const json& value, std::string path) : value_(value), path_(std::move(path)) {}
-
-  [[noreturn]] void fail(const std::string& wanted) const {
-    throw Error(text(kManifest, ": ", path_, ": expected ", wanted, "; export the bundle again"));
-  }
-
-  bool has(const std::string& key) const { return value_.is_object() && value_.contains(key); }
-  bool is_null() const { return value_.is_null(); }
-
-  Node operator[](const std::string& key) const {
-    if (!has(key)) {
-      fail(text("an object with '", key, "'"));
-    }
-    return {value_.at(key), path_.empty() ? key : path_ + "." + key};
-  }
-
-  std::string string() const {
-    return value_.is_string() ? value_.get<std::string>() : (fail("a text"), "");
-  }
-
-  bool boolean() const {
-    return value_.is_boolean() ? value_.get<bool>() : (fail("true or false"), false);
-  }
-
-  double number(double low) const {
-    const double number = value_.is_number() ? value_.get<double>() : std::nan("");
-    return std::isfinite(number) && number >= low ? number
-                                                  : (fail(text("a number from ", low, " up")), 0);
-  }
-
-  int64_t integer(int64_t low, int64_t high = kLargest) const {
-    const bool fits = value_.is_number_integer() &&
-                      (!value_.is_number_unsigned() || value_.get<uint64_t>() <= INT64_MAX);
-    const int64_t number = fits ? value_.get<int64_t>() : 0;
-    return fits && low <= number && number <= high
-               ? number
-               : (fail(text("a whole number from ", low, " to ", high)), 0);
-  }
-
-  int size(int low = 1) const { return static_cast<int>(integer(low)); }
-
-  template <typename Read>
-  auto list(Read read) const {
-    if (!value_.is_array()) {
-      fail("a list");
-    }
-    std::vector<decltype(read(*this))> items;
-    for (size_t i = 0; i < value_.size(); i++) {
-      items.push_back(read(Node(value_[i], text(path_, "[", i, "]"))));
-    }
-    return items;
-  }
-
-  std::vector<std::string> keys() const {
-    if (!value_.is_object()) {
-      fail("an object");
-    }
-    std::vector<std::string> keys;
-    for (const auto& [key, value] : value_.items()) {
-      keys.push_back(key);
-    }
-    return keys;
-  }
-
- private:
-  const json& value_;
-  std::string path_;
-};
 
 mx::Dtype read_dtype(const Node& node) {
   const std::string name = node.string();
@@ -271,11 +195,11 @@ const Function& Manifest::function(const std::string& name, std::optional<Bucket
 
 Manifest parse_manifest(const std::string& content, const std::string& where,
                         const std::string& device) {
-  const json value = json::parse(content, nullptr, false);
+  const nlohmann::json value = nlohmann::json::parse(content, nullptr, false);
   if (!value.is_object()) {
     throw Error(text(where, ": its manifest.json is not a JSON object"));
   }
-  const Node root(value, "");
+  const Node root(value, kManifest);
   check_schema(root, where);
   const Node target = find_target(root, where, device);
   const Node model = root["model"], golden = target["golden"], plan = target["plan"];
@@ -309,11 +233,11 @@ Manifest parse_manifest(const std::string& content, const std::string& where,
 }
 
 std::optional<std::vector<int>> parse_ends(const std::string& content) {
-  const json value = json::parse(content, nullptr, false);
+  const nlohmann::json value = nlohmann::json::parse(content, nullptr, false);
   if (!value.is_object() || !value.contains("eos_token_id") || value["eos_token_id"].is_null()) {
     return std::nullopt;
   }
-  const Node ids(value["eos_token_id"], "generation_config.json: eos_token_id");
+  const Node ids = Node(value, "generation_config.json")["eos_token_id"];
   if (value["eos_token_id"].is_array()) {
     return ids.list([](const Node& item) { return item.size(0); });
   }

@@ -1,7 +1,7 @@
 #include "options.hpp"
 
+#include <cctype>
 #include <charconv>
-#include <cmath>
 #include <cstdlib>
 #include <functional>
 #include <limits>
@@ -38,14 +38,25 @@ FUNCRT_BLAS chooses the BLAS on a Linux CPU: a library file, system, scipy or no
 
 namespace {
 
+bool read(const std::string& word, double& number) {  // not all libraries have from_chars for it
+  char* end = nullptr;
+  number = std::strtod(word.c_str(), &end);
+  return !word.empty() && !std::isspace(static_cast<unsigned char>(word[0])) &&
+         end == word.c_str() + word.size();
+}
+
+template <typename Whole>
+bool read(const std::string& word, Whole& number) {
+  const char* end = word.data() + word.size();
+  const auto result = std::from_chars(word.data(), end, number);
+  return result.ec == std::errc() && result.ptr == end && !word.empty();
+}
+
 template <typename Number>
 Number parse_number(const std::string& name, const std::string& word, Number low, Number high,
                     const char* wanted) {
   Number number{};
-  const char* end = word.data() + word.size();
-  const auto result = std::from_chars(word.data(), end, number);
-  const bool complete = result.ec == std::errc() && result.ptr == end && !word.empty();
-  if (!complete || !(number >= low && number <= high)) {
+  if (!read(word, number) || !(number >= low && number <= high)) {  // NaN is in no range
     throw UsageError(text(name, ": expected ", wanted, ", got '", word, "'"));
   }
   return number;

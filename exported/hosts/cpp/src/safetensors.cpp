@@ -1,10 +1,13 @@
 #include "safetensors.hpp"
 
+#include <algorithm>
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <utility>
+#include <vector>
 
 #include "error.hpp"
 #include "mlx/io.h"
@@ -45,7 +48,10 @@ std::string read_header(const std::string& path, uint64_t& room) {
   return header;
 }
 
-bool is_sound(const nlohmann::json& entry, uint64_t room) {
+using Spans = std::vector<std::pair<uint64_t, uint64_t>>;
+
+/// Whether an entry agrees with itself; its bytes are added to `spans`.
+bool is_sound(const nlohmann::json& entry, uint64_t room, Spans& spans) {
   const auto item = kItemBytes.find(entry.at("dtype").get<std::string>());
   if (item == kItemBytes.end()) {
     return false;
@@ -63,23 +69,34 @@ bool is_sound(const nlohmann::json& entry, uint64_t room) {
     return false;
   }
   const auto first = span[0].get<uint64_t>(), last = span[1].get<uint64_t>();
+  spans.emplace_back(first, last);
   return first <= last && last <= room && last - first == size;
 }
 
+/// Raise Error unless all entries are sound, and fill the file without overlap.
 void check(const std::string& path, const std::string& header, uint64_t room) {
   const auto entries = nlohmann::json::parse(header.begin() + 8, header.end(), nullptr, false);
   if (!entries.is_object()) {
     throw Error(text(path, ": not a safetensors file: its header is not a JSON object"));
   }
+  Spans spans;
   for (const auto& [name, entry] : entries.items()) {
     bool sound = false;
     try {
-      sound = name == "__metadata__" || is_sound(entry, room);
+      sound = name == "__metadata__" || is_sound(entry, room, spans);
     } catch (const nlohmann::json::exception&) {
     }
     if (!sound) {
       throw Error(text(path, ": damaged entry for ", name));
     }
+  }
+  std::sort(spans.begin(), spans.end());
+  uint64_t end = 0;
+  for (const auto& [first, last] : spans) {
+    end = first == end ? last : room + 1;
+  }
+  if (end != room) {
+    throw Error(text(path, ": damaged: its tensors do not fill it without overlap"));
   }
 }
 
