@@ -200,8 +200,13 @@ def test_inspect_and_verify(bundle: Path) -> None:
     verdict = json.loads(done.stdout)
     assert done.returncode == 0
     assert verdict["passed"] is True
-    assert {check["check"] for check in verdict["checks"]} >= {"error", "tokens", "lengths"}
-    assert "checks passed" in run("verify", bundle).stdout
+    checks = {"error", "tokens", "lengths", "padding", "poison", "chunking"}
+    assert {check["check"] for check in verdict["checks"]} >= checks
+    assert verdict["certificate"] == str(bundle / "certificate.json")
+    said, place = run("verify", bundle).stdout.splitlines()[-2:]
+    count = len(verdict["checks"])
+    assert said.startswith(f"{count} of {count} checks passed on {verdict['device']} (cpu), mlx ")
+    assert place == f"certificate: {bundle / 'certificate.json'}"
 
 
 def test_a_damaged_bundle_is_one_line(bundle: Path, tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def certify(
     if not isinstance(bundle, Bundle):
         bundle = load_bundle(bundle)
     certificate = _certify(bundle, progress)
-    if write and _has_own_weights(bundle):
+    if write and _is_as_exported(bundle):
         certificate = save_certificate(bundle.folder, certificate)
     return certificate
 
@@ -89,10 +89,10 @@ def ensure_verified(bundle: Bundle, progress: Progress | None = None) -> Certifi
     known = find_certificate(bundle.folder, bundle.digest, device_name(), mlx_version())
     if known is not None and known.passed:
         return known
-    if bundle.manifest.params.files and not _has_own_weights(bundle):
+    if bundle.manifest.params.files and not _is_as_exported(bundle):
         bundle = load_bundle(bundle.folder, expected_digest=bundle.digest)
     certificate = _certify(bundle, progress)
-    if _has_own_weights(bundle):
+    if _is_as_exported(bundle):
         certificate = save_certificate(bundle.folder, certificate, spare=True)
     if not certificate.passed:
         failed = [
@@ -106,9 +106,10 @@ def ensure_verified(bundle: Bundle, progress: Progress | None = None) -> Certifi
     return certificate
 
 
-def _has_own_weights(bundle: Bundle) -> bool:
-    recorded = manifests.load_manifest(bundle.folder).fingerprint
-    return bundle.manifest.fingerprint == recorded
+def _is_as_exported(bundle: Bundle) -> bool:
+    """Whether a bundle has the weights that it was exported with, and is still in its folder."""
+    manifest, digest = manifests.read_manifest(bundle.folder)
+    return digest == bundle.digest and manifest.fingerprint == bundle.manifest.fingerprint
 
 
 def _certify(bundle: Bundle, progress: Progress | None) -> Certificate:

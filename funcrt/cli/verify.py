@@ -8,16 +8,23 @@ from funcrt.cli import sources, terminal
 import typer
 
 
-def verify(bundle: o.BundleFolder, json_: o.Json = False) -> None:
+def verify(
+    bundle: o.BundleFolder,
+    params: o.WeightFiles = None,
+    expected_digest: o.ExpectedDigest = None,
+    json_: o.Json = False,
+) -> None:
     """Check every function of a bundle on this machine, and write its certificate.
 
     Exit code 1 if a check fails.
     """
+    from funcrt.bundle import load_bundle
     from funcrt.bundle.verifier import certify
 
     bundle = sources.find_bundle(str(bundle)) or bundle
     with terminal.progress(f"Verifying {bundle}") as tick:
-        certificate = certify(bundle, tick)
+        loaded = load_bundle(bundle, params=params, expected_digest=expected_digest)
+        certificate = certify(loaded, tick)
     checks, failed = certificate.checks, len(certificate.failed)
     if json_:
         path = None if certificate.path is None else str(certificate.path)
@@ -35,7 +42,7 @@ def verify(bundle: o.BundleFolder, json_: o.Json = False) -> None:
         terminal.show(
             f"{len(checks) - failed} of {len(checks)} checks passed on {certificate.device} "
             f"({certificate.target}), mlx {certificate.mlx}\n"
-            f"certificate: {certificate.path or 'not kept, nothing can be written'}"
+            f"certificate: {certificate.path or 'kept nowhere'}"
         )
     if not certificate.passed:
         raise typer.Exit(1)

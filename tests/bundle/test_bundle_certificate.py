@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from funcrt import machine
-from funcrt.bundle import Bundle, certificate, load_bundle, verifier, verify
+from funcrt.bundle import Bundle, certificate, export, load_bundle, verifier, verify
 from funcrt.bundle.certificate import (
     Certificate,
     Check,
@@ -21,9 +21,10 @@ from funcrt.bundle.certificate import (
 )
 from funcrt.bundle.checks import load_manifest
 from funcrt.errors import BundleError
+from funcrt.model import Model
 from funcrt.storage import load_arrays, save_arrays, save_json
 from funcrt.user_cache import write_atomically
-from tests.bundle.conftest import Edit
+from tests.bundle.conftest import SMALL, Edit
 from tests.helpers import make_model
 
 import mlx.core as mx
@@ -336,6 +337,39 @@ def test_other_weights_say_nothing_about_the_bundle(copy: Path, runs: Runs) -> N
     load_bundle(copy, params=other, verify="once")  # its own weights are verified
     assert load_certificate(copy / "certificate.json").passed
     assert runs.count == 2
+
+
+def test_a_bundle_without_weights_is_verified_with_those_of_the_export(
+    model: Model, tmp_path: Path, runs: Runs
+) -> None:
+    bare = tmp_path / "bare.funcrt"
+    path = bare / "certificate.json"
+    export(model, bare, SMALL, weights=False)
+    assert load_certificate(path).passed
+    path.unlink()
+    with pytest.raises(BundleError, match="does not compute here what was exported"):
+        load_bundle(bare, params=make_model(seed=1).params, verify="once")
+    assert not path.exists()
+    load_bundle(bare, params=model.params, verify="once")
+    assert load_certificate(path).passed
+    assert runs.count == 2
+
+
+def test_a_bundle_that_was_replaced_keeps_its_certificate(
+    copy: Path, edit: Edit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certify = verifier._certify
+
+    def replace_meanwhile(*arguments: Any) -> Certificate:
+        made = certify(*arguments)
+        (copy / "chat_template.jinja").write_text("other")
+        edit(copy, lambda manifest: manifest)
+        (copy / "certificate.json").write_text("that of the new one")
+        return made
+
+    monkeypatch.setattr(verifier, "_certify", replace_meanwhile)
+    assert verify(copy)
+    assert (copy / "certificate.json").read_text() == "that of the new one"
 
 
 def test_verify_can_leave_nothing(copy: Path) -> None:
