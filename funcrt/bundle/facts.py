@@ -24,6 +24,8 @@ from funcrt.steps import STEPS
 _ITEM_BYTES = {"bool": 1, "uint8": 1, **{name: dtype.size for name, dtype in DTYPES.items()}}
 # Tables of which a call reads one row for each token, unless they are the head's matrix as well.
 _LOOKED_UP = ("embed_tokens", "embed_in", "embeddings", "wte")
+# Parts of the names of matrices that hold those of all experts, one below the other.
+_EXPERTS = (".experts.", ".input_linear.", ".output_linear.")
 
 
 @dataclass(frozen=True)
@@ -207,8 +209,14 @@ def _share_read(spec: ArraySpec, config: Mapping[str, Any], places: int) -> floa
     rows = spec.shape[0] if spec.shape else 1
     experts = config.get("num_experts")
     chosen = config.get("experts_per_token", config.get("num_chosen"))
-    if ".experts." in spec.name and rows == experts and isinstance(chosen, int):
-        rows_read = places * chosen
+    if (
+        isinstance(experts, int)
+        and isinstance(chosen, int)
+        and experts > 0
+        and rows % experts == 0
+        and any(part in spec.name for part in _EXPERTS)
+    ):
+        rows_read = places * chosen * (rows // experts)
     elif (
         config.get("tie_word_embeddings") is False
         and spec.name.rsplit(".", maxsplit=1)[0].endswith(_LOOKED_UP)

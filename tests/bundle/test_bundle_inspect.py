@@ -12,14 +12,19 @@ from funcrt.buckets import Bucket
 from funcrt.bundle import Bundle, drawing
 from funcrt.bundle.checks import load_manifest
 from funcrt.bundle.drawing import draw
-from funcrt.bundle.facts import BundleFacts, TargetFacts, bytes_read, know
+from funcrt.bundle.facts import BundleFacts, TargetFacts, bytes_read, count_bytes, know
 from funcrt.bundle.files import hash_file
-from funcrt.bundle.manifest import ArraySpec
+from funcrt.bundle.manifest import ArraySpec, describe_arrays
 from funcrt.cli.page import render
 from funcrt.errors import BundleError
 from funcrt.footprint import Footprint
+from funcrt.model import Model
+from funcrt.models import read_config
 from tests.bundle.conftest import PLAN, Edit, edit_target
 from tests.commands import run_here
+from tests.families.cases import config_of
+from tests.random_families import draw_params
+from tests.reference import golden
 
 import mlx.core as mx
 import pytest
@@ -104,16 +109,29 @@ def test_nothing_is_loaded(folder: Path) -> None:
 
 def test_only_chosen_experts_and_looked_up_rows_are_read() -> None:
     config = {"num_experts": 8, "experts_per_token": 2, "vocab_size": 100}
-    expert = ArraySpec("layers.0.mlp.experts.up_proj.weight", (8, 4, 4), "float16")
+    experts = ArraySpec("layers.0.mlp.experts.up_proj.weight", (8 * 3, 4), "float16")
+    router = ArraySpec("layers.0.mlp.gate.weight", (8, 4), "float16")
     table = ArraySpec("model.embed_tokens.weight", (100, 4), "float32")
     flag = ArraySpec("flag", (), "bool")
-    assert bytes_read([expert], config, 1) == 2 * 4 * 4 * 2
-    assert bytes_read([expert], config, 3) == 6 * 4 * 4 * 2
-    assert bytes_read([expert], config, 64) == 8 * 4 * 4 * 2
-    assert bytes_read([replace(expert, name="layers.0.mlp.up")], config, 1) == 8 * 4 * 4 * 2
+    for tokens, read in ((1, 2), (3, 6), (64, 8)):
+        assert bytes_read([experts, router], config, tokens) == read * 3 * 4 * 2 + 8 * 4 * 2
+    assert bytes_read([experts], {**config, "num_experts": 0}, 1) == 8 * 3 * 4 * 2
     assert bytes_read([table], {**config, "tie_word_embeddings": False}, 3) == 3 * 4 * 4
     assert bytes_read([table], {**config, "tie_word_embeddings": True}, 3) == 100 * 4 * 4
     assert bytes_read([table, flag], {}, 3) == 100 * 4 * 4 + 1
+
+
+def test_experts_of_every_family_are_known_by_their_names() -> None:
+    found = []
+    for name in golden.family_cases():
+        config = read_config(config_of(name))
+        values = {**config.to_dict(), "tie_word_embeddings": True}
+        if "num_experts" in values:
+            model = Model(config, draw_params(config_of(name)))
+            prepared = describe_arrays(model.prepare(model.params))
+            assert bytes_read(prepared, values, 1) < count_bytes(prepared), name
+            found.append(config.model_type)
+    assert {"mixtral", "granitemoe", "gpt_oss", "deepseek_v3", "qwen3_5_moe"} <= set(found)
 
 
 def test_a_model_of_unknown_sizes_has_no_peaks(copy: Path, edit: Edit) -> None:
