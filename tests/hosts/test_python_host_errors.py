@@ -91,6 +91,8 @@ def test_an_expected_digest_is_what_counts(copy: Path, run: Command) -> None:
         (["--prompt-ids", "1"] * 3, "batch 3 needed, largest is 2"),
         (["--promt", "1"], "unrecognized arguments"),
         (["--prompt-ids", "1", "--top-k", "x"], "--top-k"),
+        (["--prompt-ids", "1", "--temperature", "-1"], "settings begin at 0"),
+        (["--prompt-ids", "1", "--temperature", "nan"], "settings begin at 0"),
         (["--prompt-ids", "1", "--params", "nowhere.safetensors"], "nowhere.safetensors"),
     ],
 )  # fmt: skip

@@ -126,14 +126,13 @@ class Bundle:
         tokens, _, finite, *_ = self.call(find("sample"), logits, lengths, **settings)
         for left in range(limit, 0, -1):
             refuse("logits are not finite", unless=mx.all(finite | ~mx.array(live)))
-            ids = tokens.tolist()
-            texts = [text + [token] * on for text, token, on in zip(texts, ids, live)]
+            texts = [text + [i] * on for text, i, on in zip(texts, tokens.tolist(), live)]
             yield [text[len(prompt) :] for text, prompt in zip(texts, prompts)]
             grow = find("grow", capacity=slots)
             if grow and max(map(len, texts)) >= slots:
                 self.call(grow)
                 slots = grow["grown"]
-            live = [on and i not in ends and len(t) < slots for t, i, on in zip(texts, ids, live)]
+            live = [on and t[-1] not in ends and len(t) < slots for t, on in zip(texts, live)]
             if left == 1 or not any(live):
                 return
             decode = find("decode" if settings["temperature"] else "decode_greedy", capacity=slots)
@@ -171,6 +170,7 @@ def main():
         parser.add_argument("--" + name.replace("_", "-"), type=type(value), default=value)
     options = parser.parse_args()
     settings = {name: getattr(options, name) for name in settings} | {"repetition_penalty": 1}
+    refuse("settings begin at 0", unless=all(value >= 0 for value in settings.values()))
     bundle = Bundle(options.bundle, options.params, options.digest)
     if options.prompt:
         from tokenizers import Tokenizer
