@@ -8,6 +8,7 @@
 #include <climits>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <iostream>
 #include <optional>
 
@@ -66,7 +67,7 @@ std::string first_version(const std::string& words) {
 /// Look before MKL's first call, which ends the process or puts its layers before all else.
 std::string find_mkl_problem(void* mkl) {
   const char* layer = std::getenv("MKL_INTERFACE_LAYER");
-  if (layer != nullptr && std::string(layer).find("ILP64") != std::string::npos) {
+  if (layer != nullptr && strcasestr(layer, "ILP64") != nullptr) {
     return kWide;
   }
   const std::string file = find_file(find(mkl, "mkl_get_version_string"));

@@ -19,7 +19,7 @@ class Blas {
   const std::string& description() const { return description_; }
 
  private:
-  bool use_request(const std::string& request);
+  bool use_request(const std::string& request);  // these say whether they found one
   bool use_present(const std::string& request);
   bool use_system();
   bool use_scipy(std::string& problem);

@@ -145,10 +145,10 @@ Options parse_options(const std::vector<std::string>& arguments) {
   Options options;
   const auto readers = make_readers(options);
   const std::map<std::string, Mode> modes = {
-      {"--verify", Mode::verify}, {"--info", Mode::info}, {"--help", Mode::help}};
+      {"--verify", Mode::verify}, {"--info", Mode::info}, {"--help", Mode::help}, {"-h", Mode::help}};
   for (size_t i = 0; i < arguments.size(); i++) {
     const std::string& word = arguments[i];
-    if (word.rfind("--", 0) != 0) {
+    if (!word.starts_with('-')) {
       if (word.empty() || !options.bundle.empty()) {
         throw UsageError(text("unexpected argument '", word, "': see --help"));
       }
