@@ -27,7 +27,7 @@ demo: $(VENV)/.installed  ## fetch a small model, convert, export, and chat with
 cpp: $(VENV)/.installed  ## build the C++ host, exported/hosts/cpp/build/funcrt_run (needs cmake and a C++ compiler)
 	@command -v cmake >/dev/null || { echo "make cpp needs cmake: apt-get install cmake, brew install cmake, or pip install cmake" >&2; exit 1; }
 	@cmake --log-level=NOTICE -S exported/hosts/cpp -B exported/hosts/cpp/build -DPYTHON='$(abspath $(BIN)/python)'
-	@MAKEFLAGS= cmake --build exported/hosts/cpp/build --parallel $$(getconf _NPROCESSORS_ONLN)
+	@env -u MAKEFLAGS -u MAKELEVEL cmake --build exported/hosts/cpp/build --parallel $$(getconf _NPROCESSORS_ONLN)
 
 # One BLAS thread: on tiny models more of them only wait for each other. One process: MLX writes the
 # kernels that it compiles to one shared folder, not atomically.
