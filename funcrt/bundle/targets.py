@@ -24,7 +24,7 @@ from funcrt.bundle.manifest import (
     describe_state,
     describe_steps,
 )
-from funcrt.errors import BundleError
+from funcrt.errors import BundleError, FuncrtError
 from funcrt.flat import FlatFunction, flatten
 from funcrt.machine import device_name
 from funcrt.model import Model
@@ -118,8 +118,13 @@ class TargetMaker:
         begin = time.perf_counter()
         path = folder / entry.file
         path.parent.mkdir(parents=True, exist_ok=True)
-        function, example = self._function(entry)
-        mx.export_function(str(path), function, *example)
+        try:
+            function, example = self._function(entry)
+            mx.export_function(str(path), function, *example)
+        except FuncrtError:
+            raise
+        except (RuntimeError, ValueError) as error:
+            raise BundleError(f"{entry.key} cannot be exported: {error}") from error
         size = path.stat().st_size
         if size > _GRAPH_BYTES + _GRAPH_BYTES_PER_INPUT * len(example):
             raise BundleError(
