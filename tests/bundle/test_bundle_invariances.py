@@ -21,7 +21,7 @@ from funcrt.bundle.scripts import (
     replace_rows,
     run,
 )
-from funcrt.cache import CacheState, kind_of
+from funcrt.cache import CacheState, kind_of, trim
 from funcrt.compiled import Compiled
 from funcrt.config import RopeConfig
 from funcrt.flat import FlatFunction
@@ -399,6 +399,8 @@ def test_poison_fills_what_nothing_sees(kind: str) -> None:
     for turn in range(4):  # a ring of ten slots wraps
         valid = mx.array([[i <= turn + row for i in range(5)] for row in range(3)])
         _, state = compiled.prefill(mx.full((3, 5), turn + 1, dtype=mx.int32), valid, state)
+    if not any(kind_of(name) == "recurrent" for name in state):
+        state = trim(state, [1, 2, 3])  # what a ring has lost does not come back
     before = {name: to_numpy(array) for name, array in state.items()}
     held = {name: cache_histories.held_slots(name, state) for name in state}
     for name in state:
