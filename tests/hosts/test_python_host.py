@@ -150,12 +150,15 @@ def test_text_goes_through_the_chat_template_unless_raw(copy: Path, run: Command
         "{%- for m in messages %}{% generation %}\n{{ m.content }} {{ eos_token }}"
         "{%- endgeneration %}{% break %}{% endfor %}{{ add_generation_prompt and ' w9' }}"
     )
+    backend = tokenizers.Tokenizer.from_file(str(copy / "tokenizer.json"))
+    backend.post_processor = tokenizers.processors.TemplateProcessing("w2 $A", None, [("w2", 2)])
+    backend.save(str(copy / "tokenizer.json"))
     sign(copy)
     bundle = load_bundle(copy)
     assert bundle.tokenizer is not None
     chat = bundle.tokenizer.apply_chat_template([{"role": "user", "content": "w3 w4"}])
     assert chat == [3, 4, 1, 9]
-    for flags, prompt in [((), chat), (("--raw",), [3, 4])]:
+    for flags, prompt in [((), chat), (("--raw",), [2, 3, 4])]:
         expected = bundle.tokenizer.decode(generate(bundle, [prompt], max_tokens=6)[0])
         said = run(copy, "--prompt", "w3 w4", "--max-tokens", "6", *flags)
         assert said.split() == [word for word in expected.split() if word != "w1"]
