@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from funcrt.buckets import BucketPlan
 from funcrt.bundle import Bundle, export, load_bundle
@@ -24,6 +25,12 @@ import tokenizers
 # No batch or T of one: their graphs need kernels of their own, a minute's worth with a cold cache.
 PLAN = BucketPlan(batch=(2,), tokens=(4, 8), capacity=(16, 32))
 SMALL = BucketPlan(batch=(2,), tokens=(8,), capacity=(16,))
+TINIEST: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_layers": 1,
+    "head_dim": 8,
+}
 Edit = Callable[[Path, Callable[[Manifest], Manifest]], None]
 
 
@@ -88,6 +95,19 @@ def folder(exports: Exports) -> Path:
 @pytest.fixture(scope="session")
 def bundle(folder: Path) -> Bundle:
     return load_bundle(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Model:
+    return make_model(**TINIEST)
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sound bundle, as small as they get. Read only."""
+    folder = tmp_path_factory.mktemp("tiniest") / "tiny.funcrt"
+    export(tiny_model, folder, SMALL)
+    return folder
 
 
 @pytest.fixture

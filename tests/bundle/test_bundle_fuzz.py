@@ -14,16 +14,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from funcrt.bundle import Bundle, export, load_bundle, load_manifest, verify
+from funcrt.bundle import Bundle, load_bundle, load_manifest, verify
 from funcrt.bundle.files import hash_file, hash_header
 from funcrt.bundle.loader import open_bundle
 from funcrt.bundle.manifest import DIGEST, MANIFEST, FileEntry
 from funcrt.bundle.records import encode
 from funcrt.bundle.weights import load_stored
 from funcrt.errors import BundleError, FuncrtError, ParamsError, SourceError
-from tests.bundle.conftest import SMALL
 from tests.bundle.mutations import mangle, mutate, mutate_file
-from tests.helpers import make_model
 
 import pytest
 from safetensors import SafetensorError, deserialize
@@ -32,17 +30,9 @@ PARAMS = "params.safetensors"
 COUNT = 2000
 
 
-@pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("fuzz") / "sound.funcrt"
-    changes = {"hidden_size": 32, "intermediate_size": 32, "num_layers": 1, "head_dim": 8}
-    export(make_model(**changes), folder, SMALL)
-    return folder
-
-
 @pytest.fixture
-def damaged(sound: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(sound, tmp_path / "copy.funcrt"))
+def damaged(tiny: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny, tmp_path / "copy.funcrt"))
 
 
 def write_manifest(folder: Path, text: bytes) -> None:
@@ -80,9 +70,9 @@ def facts(bundle: Bundle) -> Any:
     )  # fmt: skip
 
 
-def test_mutated_manifests(sound: Path, damaged: Path) -> None:
-    text = (sound / MANIFEST).read_bytes()
-    expected = facts(open_bundle(sound))
+def test_mutated_manifests(tiny: Path, damaged: Path) -> None:
+    text = (tiny / MANIFEST).read_bytes()
+    expected = facts(open_bundle(tiny))
     refused = 0
     for seed in range(COUNT):
         chance = random.Random(seed)
@@ -152,10 +142,10 @@ def values_by_others(content: bytes) -> dict[str, tuple[Any, bytes]] | None:
     return {name: (entry["shape"], bytes(entry["data"])) for name, entry in found}
 
 
-def test_mutated_weights(sound: Path, damaged: Path) -> None:
+def test_mutated_weights(tiny: Path, damaged: Path) -> None:
     """Opened only if the format's own library reads the same from the file."""
-    content, data = (sound / PARAMS).read_bytes(), json.loads((sound / MANIFEST).read_text())
-    manifest = load_manifest(sound)
+    content, data = (tiny / PARAMS).read_bytes(), json.loads((tiny / MANIFEST).read_text())
+    manifest = load_manifest(tiny)
     opened = 0
     for seed in range(COUNT):
         changed = mutate_file(content, random.Random(seed))
@@ -186,20 +176,20 @@ def test_mutated_weights(sound: Path, damaged: Path) -> None:
 
 
 @pytest.mark.usefixtures("untouched")
-def test_damaged_graphs_never_reach_mlx(sound: Path, damaged: Path) -> None:
+def test_damaged_graphs_never_reach_mlx(tiny: Path, damaged: Path) -> None:
     """Which crashes on them: fifty, each changed in another way."""
-    graphs = sorted(path.relative_to(sound) for path in sound.rglob("*.mlxfn"))
+    graphs = sorted(path.relative_to(tiny) for path in tiny.rglob("*.mlxfn"))
     for seed in range(50):
         chance = random.Random(seed)
         name, other = chance.sample(graphs, 2)
-        content = (sound / name).read_bytes()
+        content = (tiny / name).read_bytes()
         match seed % 5:
             case 0:
                 changed = content[: chance.randrange(len(content))]
             case 1:
                 changed = content + bytes(chance.randint(1, 100))
             case 2:
-                changed = (sound / other).read_bytes()
+                changed = (tiny / other).read_bytes()
             case 3:
                 changed = chance.randbytes(len(content))
             case _:

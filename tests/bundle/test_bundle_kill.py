@@ -12,27 +12,24 @@ from collections import Counter
 from pathlib import Path
 
 from funcrt import publish
-from funcrt.bundle import export, load_manifest, verify
+from funcrt.bundle import load_manifest, verify
 from funcrt.bundle.exporter import KIND
-from tests.bundle.conftest import SMALL
-from tests.helpers import make_model
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SHAPE = {"hidden_size": 32, "intermediate_size": 32, "num_layers": 1, "head_dim": 8}
 
-WRITER = f"""
+WRITER = """
 import sys
 from funcrt.buckets import BucketPlan
 from funcrt.bundle import export, exporter
-from tests.bundle.conftest import SMALL
+from tests.bundle.conftest import SMALL, TINIEST
 from tests.helpers import make_model
 target, action = sys.argv[1:]
 print("ready", flush=True)
 sys.stdin.readline()
 if action == "export":
-    export(make_model("float32", seed=1, **{SHAPE}), target, SMALL)
+    export(make_model("float32", seed=1, **TINIEST), target, SMALL)
 elif action == "extend":
     exporter.extend(target, BucketPlan(batch=2, tokens=4, capacity=16))
 else:
@@ -73,17 +70,10 @@ class Writer:
         return "done" not in said and self._process.returncode == -signal.SIGKILL
 
 
-@pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("kill") / "sound.funcrt"
-    export(make_model(**SHAPE), folder, SMALL)
-    return folder
-
-
-def measure(sound: Path, target: Path, action: str) -> tuple[float, dict[str, str]]:
+def measure(tiny: Path, target: Path, action: str) -> tuple[float, dict[str, str]]:
     """How long it takes, and what each of the two bundles is called by its digest."""
-    names = {state_of(sound): "old"}
-    shutil.copytree(sound, target)
+    names = {state_of(tiny): "old"}
+    shutil.copytree(tiny, target)
     writer = Writer(target, action)
     writer.start()
     begin = time.perf_counter()
@@ -97,16 +87,16 @@ def state_of(folder: Path) -> str:
     return f"{manifest.fingerprint} {manifest.targets['cpu'].plan}"
 
 
-def run(sound: Path, place: Path, action: str, count: int) -> Counter[str]:
+def run(tiny: Path, place: Path, action: str, count: int) -> Counter[str]:
     """Kill a writer `count` times; how many were at work, and which bundle they left."""
     target = place / "tiny.funcrt"
-    seconds, names = measure(sound, target, action)
+    seconds, names = measure(tiny, target, action)
     chance, seen = random.Random(action), Counter[str]()
     writer = Writer(target, action)
     for number in range(count):
         moment = (number + chance.random()) / count * seconds  # one in each of `count` parts
         shutil.rmtree(target)
-        shutil.copytree(sound, target)
+        shutil.copytree(tiny, target)
         writer.start()
         time.sleep(moment)
         seen["at work"] += writer.kill()
@@ -121,20 +111,20 @@ def run(sound: Path, place: Path, action: str, count: int) -> Counter[str]:
 
 
 @pytest.mark.parametrize(("action", "count"), [("export", 6), ("extend", 3), ("refresh", 3)])
-def test_kills(sound: Path, tmp_path: Path, action: str, count: int) -> None:
-    assert run(sound, tmp_path, action, count)["at work"] > 0
+def test_kills(tiny: Path, tmp_path: Path, action: str, count: int) -> None:
+    assert run(tiny, tmp_path, action, count)["at work"] > 0
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("action", "count"), [("export", 50), ("extend", 25), ("refresh", 25)])
-def test_many_kills(sound: Path, tmp_path: Path, action: str, count: int) -> None:
-    seen = run(sound, tmp_path, action, count)
+def test_many_kills(tiny: Path, tmp_path: Path, action: str, count: int) -> None:
+    seen = run(tiny, tmp_path, action, count)
     assert seen["at work"] > count // 5  # the first run, which is measured, may be slow
 
 
-def test_a_kill_while_a_certificate_is_written(sound: Path, tmp_path: Path) -> None:
+def test_a_kill_while_a_certificate_is_written(tiny: Path, tmp_path: Path) -> None:
     """Its half is no file of somebody else: the next export takes the place."""
-    target = Path(shutil.copytree(sound, tmp_path / "tiny.funcrt"))
+    target = Path(shutil.copytree(tiny, tmp_path / "tiny.funcrt"))
     (target / ".certificate.json.0a1b2c3d.tmp").write_text('{"format"')
     with publish.staging(target, KIND):
         pass
