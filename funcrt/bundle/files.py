@@ -1,8 +1,8 @@
 """The files of a bundle: what the manifest says of them, and whether that is so.
 
-Graphs, tokenizer and manifest are hashed whenever a bundle is loaded, since MLX crashes on damaged
-graphs. Weights may be large: they are hashed at the first load on a machine, which the user's cache
-folder remembers, and by `verify`; otherwise their size and the hash of their header are compared.
+All but weights is hashed whenever a bundle is loaded, since MLX crashes on damaged graphs. Weights
+may be large: they are hashed at the first load on a machine, which the user's cache folder
+remembers, and by `verify`; otherwise their size and the hash of their header are compared.
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ def check_files(folder: Path, manifest: Manifest, digest: str = "", full: bool =
         manifest: checked.
         digest: of the manifest.
         full: hash everything. Otherwise weights that were hashed before on this machine and have
-            not been touched since are compared by size and header; recorded calls, which only
-            `verify` reads, by size.
+            not been touched since are compared by size and header.
     """
     root = folder.resolve()
     for name in (MANIFEST, DIGEST, *manifest.files):
@@ -68,8 +67,7 @@ def check_files(folder: Path, manifest: Manifest, digest: str = "", full: bool =
             )
     weights = manifest.params.files
     seen = not full and _was_hashed(folder, weights, digest)
-    later = {target.golden.file for target in manifest.targets.values()} if not full else set()
-    _check_hashes(folder, manifest, {*manifest.files} - later - ({*weights} if seen else set()))
+    _check_hashes(folder, manifest, {*manifest.files} - ({*weights} if seen else set()))
     if not seen:
         _remember_hashed(folder, weights, digest)
         return
