@@ -18,9 +18,9 @@ from random import Random
 
 from funcrt import models
 from funcrt.buckets import BucketPlan
-from funcrt.bundle.checks import load_manifest, save_manifest
 from funcrt.bundle.exporter import export
-from funcrt.bundle.manifest import CERTIFICATE
+from funcrt.bundle.format.checks import load_manifest, save_manifest
+from funcrt.bundle.format.manifest import CERTIFICATE
 from funcrt.config import ModelConfig, RopeConfig
 from funcrt.model import Model
 from funcrt.text import Tokenizer

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from funcrt.bundle.certificate import load_certificate
-from funcrt.bundle.files import hash_file
-from funcrt.bundle.manifest import CERTIFICATE, MANIFEST, ArraySpec, Manifest, Target
+from funcrt.bundle.format.files import hash_file
+from funcrt.bundle.format.manifest import CERTIFICATE, MANIFEST, ArraySpec, Manifest, Target
+from funcrt.bundle.proof.certificate import load_certificate
 from funcrt.errors import BundleError
 from funcrt.packing import Quantization
 

@@ -21,8 +21,8 @@ from converters.hub.facts import (
     shape_facts,
 )
 from funcrt.bundle import load_manifest
-from funcrt.bundle.files import check_files
-from funcrt.bundle.manifest import CERTIFICATE, DIGEST, FORMAT, MANIFEST, Manifest, Target
+from funcrt.bundle.format.files import check_files
+from funcrt.bundle.format.manifest import CERTIFICATE, DIGEST, FORMAT, MANIFEST, Manifest, Target
 from funcrt.errors import SourceError
 from funcrt.params import packings
 from funcrt.storage import load_json

@@ -15,9 +15,9 @@ from pathlib import Path
 from converters import huggingface
 from converters.hub import NOT_NEEDED, SMALL, WEIGHTS, download, is_hub_id
 from converters.hub.parcel import BUNDLE, DOCUMENTS, MODEL, is_bundle
-from funcrt.bundle.checks import check_digest, read_manifest
-from funcrt.bundle.files import check_files
-from funcrt.bundle.manifest import DIGEST, MANIFEST
+from funcrt.bundle.format.checks import check_digest, read_manifest
+from funcrt.bundle.format.files import check_files
+from funcrt.bundle.format.manifest import DIGEST, MANIFEST
 from funcrt.errors import BundleError, InputError, PublishError, SourceError
 from funcrt.publish import Kind, check_target, publish, staging
 from funcrt.storage import load_json, save_json

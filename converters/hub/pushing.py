@@ -12,7 +12,7 @@ from converters.hub import check_client, is_hub_id
 from converters.hub.card import Origin, is_ours, make_card
 from converters.hub.failures import downloading, uploading
 from converters.hub.parcel import BUNDLE, CARD, Parcel, survey
-from funcrt.bundle.manifest import CERTIFICATE, DIGEST
+from funcrt.bundle.format.manifest import CERTIFICATE, DIGEST
 from funcrt.errors import InputError, PublishError
 from funcrt.text import TOKENIZER_FILES
 

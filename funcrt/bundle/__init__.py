@@ -10,23 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from funcrt.bundle.bundle import Bundle
-    from funcrt.bundle.certificate import Check
-    from funcrt.bundle.checks import load_manifest
     from funcrt.bundle.exporter import export, extend, refresh
+    from funcrt.bundle.format.checks import load_manifest
+    from funcrt.bundle.format.manifest import Manifest
     from funcrt.bundle.loader import load_bundle
-    from funcrt.bundle.manifest import Manifest
-    from funcrt.bundle.verifier import verify
+    from funcrt.bundle.proof.certificate import Check
+    from funcrt.bundle.proof.verifier import verify
 
 _HOMES = {
     "Bundle": "bundle",
-    "Check": "certificate",
-    "Manifest": "manifest",
+    "Check": "proof.certificate",
+    "Manifest": "format.manifest",
     "export": "exporter",
     "extend": "exporter",
     "refresh": "exporter",
     "load_bundle": "loader",
-    "load_manifest": "checks",
-    "verify": "verifier",
+    "load_manifest": "format.checks",
+    "verify": "proof.verifier",
 }
 
 __all__ = [

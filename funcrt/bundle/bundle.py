@@ -11,9 +11,9 @@ from typing import Any
 
 from funcrt import cache, low_rank, streams
 from funcrt.buckets import Bucket, BucketPlan
-from funcrt.bundle.checks import load_manifest
+from funcrt.bundle.format.checks import load_manifest
+from funcrt.bundle.format.manifest import DTYPES, FunctionEntry, Manifest, describe_arrays
 from funcrt.bundle.graphs import import_graph
-from funcrt.bundle.manifest import DTYPES, FunctionEntry, Manifest, describe_arrays
 from funcrt.bundle.weights import as_stored, load_stored
 from funcrt.cache import CacheSpec, CacheState
 from funcrt.calling import CallForm

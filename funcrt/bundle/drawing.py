@@ -8,10 +8,10 @@ from pathlib import Path
 
 from funcrt import streams
 from funcrt.buckets import Bucket
-from funcrt.bundle.checks import load_manifest
-from funcrt.bundle.files import read_file
+from funcrt.bundle.format.checks import load_manifest
+from funcrt.bundle.format.files import read_file
+from funcrt.bundle.format.manifest import PREPARE, ArraySpec, FunctionEntry, Manifest, Target
 from funcrt.bundle.graphs import device_class, import_graph, mlx_version
-from funcrt.bundle.manifest import PREPARE, ArraySpec, FunctionEntry, Manifest, Target
 from funcrt.errors import BundleError, some_of
 
 import mlx.core as mx

@@ -30,7 +30,7 @@ def verify_elsewhere(folder: Path, weights: Sequence[Path], tick: Tick) -> None:
     Raises BundleError naming the checks that failed.
     """
     device = "cpu" if mx.default_device().type == mx.DeviceType.cpu else "gpu"
-    module = "funcrt.bundle.verifier"
+    module = "funcrt.bundle.proof.verifier"
     command = [sys.executable, "-m", module, "--json", "--device", device, str(folder)]
     command += [word for file in weights for word in ("--params", str(file))]
     # The same packages, wherever this process found them; not what lies in the current folder.

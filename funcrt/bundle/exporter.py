@@ -15,12 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from funcrt.buckets import BucketPlan
-from funcrt.bundle import checks, files
 from funcrt.bundle.bundle import Bundle
 from funcrt.bundle.elsewhere import verify_elsewhere
-from funcrt.bundle.graphs import device_class, mlx_version
-from funcrt.bundle.loader import open_bundle
-from funcrt.bundle.manifest import (
+from funcrt.bundle.format import checks, files
+from funcrt.bundle.format.manifest import (
     CERTIFICATE,
     DIGEST,
     FORMAT,
@@ -31,9 +29,11 @@ from funcrt.bundle.manifest import (
     Target,
     describe_arrays,
 )
+from funcrt.bundle.graphs import device_class, mlx_version
+from funcrt.bundle.loader import open_bundle
+from funcrt.bundle.proof.verifier import Progress
 from funcrt.bundle.rebuilding import check_same, rebuild
 from funcrt.bundle.targets import TargetMaker
-from funcrt.bundle.verifier import Progress
 from funcrt.bundle.weights import Weights
 from funcrt.errors import BundleError, FuncrtError
 from funcrt.model import Model

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from funcrt.buckets import Bucket
-from funcrt.bundle.checks import check_digest, read_manifest
-from funcrt.bundle.manifest import PREPARE, ArraySpec, FunctionEntry, Manifest, Target
+from funcrt.bundle.format.checks import check_digest, read_manifest
+from funcrt.bundle.format.manifest import PREPARE, ArraySpec, FunctionEntry, Manifest, Target
 from funcrt.cache import CacheSpec
 from funcrt.cache.layout import DTYPES, state_bytes
 from funcrt.errors import ConfigError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 
 from funcrt import streams
-from funcrt.bundle.manifest import MANIFEST, FunctionEntry
+from funcrt.bundle.format.manifest import MANIFEST, FunctionEntry
 from funcrt.errors import BundleError
 from funcrt.flat import FlatFunction
 

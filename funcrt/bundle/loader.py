@@ -8,10 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from funcrt.bundle import checks, files
 from funcrt.bundle.bundle import Bundle
+from funcrt.bundle.format import checks, files
+from funcrt.bundle.format.manifest import Manifest, Target
 from funcrt.bundle.graphs import device_class, mlx_version
-from funcrt.bundle.manifest import Manifest, Target
 from funcrt.bundle.weights import Weights, load_stored, read_weights
 from funcrt.errors import BundleError, InputError, TextError
 from funcrt.text import Tokenizer
@@ -63,7 +63,7 @@ def load_bundle(
 
         bundle = export_again(folder, params=params)
     if verify == "once":
-        from funcrt.bundle.verifier import ensure_verified
+        from funcrt.bundle.proof.verifier import ensure_verified
 
         ensure_verified(bundle)
     _ = bundle.prepared

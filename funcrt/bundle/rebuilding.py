@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from funcrt import models
-from funcrt.bundle import files
-from funcrt.bundle.manifest import Manifest, Target, describe_arrays
+from funcrt.bundle.format import files
+from funcrt.bundle.format.manifest import Manifest, Target, describe_arrays
 from funcrt.bundle.weights import Weights, as_stored, load_stored, read_weights
 from funcrt.errors import BundleError, ConfigError
 from funcrt.model import Model

@@ -11,10 +11,7 @@ from typing import Any
 
 from funcrt._version import __version__
 from funcrt.buckets import BucketPlan
-from funcrt.bundle.golden import Recorder
-from funcrt.bundle.graphs import mlx_version
-from funcrt.bundle.invariances import count_invariances
-from funcrt.bundle.manifest import (
+from funcrt.bundle.format.manifest import (
     ExportReport,
     FunctionEntry,
     FunctionReport,
@@ -24,6 +21,9 @@ from funcrt.bundle.manifest import (
     describe_state,
     describe_steps,
 )
+from funcrt.bundle.golden.recorder import Recorder
+from funcrt.bundle.graphs import mlx_version
+from funcrt.bundle.proof.invariances import count_invariances
 from funcrt.errors import BundleError, FuncrtError
 from funcrt.flat import FlatFunction, flatten
 from funcrt.machine import device_name

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from funcrt.bundle.manifest import DTYPES, ArraySpec, Manifest, describe_arrays
+from funcrt.bundle.format.manifest import DTYPES, ArraySpec, Manifest, describe_arrays
 from funcrt.errors import BundleError, ParamsError, SourceError, some_of
 from funcrt.params import FLOATS, Params
 from funcrt.storage import load_arrays

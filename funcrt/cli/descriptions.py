@@ -10,9 +10,9 @@ from funcrt.cli import terminal
 from funcrt.sampling import SETTING_INPUTS
 
 if TYPE_CHECKING:
-    from funcrt.bundle.certificate import Certificate
     from funcrt.bundle.facts import BundleFacts, FunctionFacts, TargetFacts
-    from funcrt.bundle.manifest import ArraySpec
+    from funcrt.bundle.format.manifest import ArraySpec
+    from funcrt.bundle.proof.certificate import Certificate
 
 
 def header(facts: BundleFacts, certificate: Certificate | None) -> Iterator[tuple[str, str]]:

@@ -16,7 +16,7 @@ import typer
 
 if TYPE_CHECKING:
     from funcrt.bundle import Bundle
-    from funcrt.bundle.verifier import Progress
+    from funcrt.bundle.proof.verifier import Progress
     from funcrt.model import Model
 
 _SIZES = {"batch": "1,4", "tokens": "4,64", "capacity": "512,2048"}
@@ -157,7 +157,7 @@ def _report(bundle: Bundle, json_: bool) -> None:
 
 def export_facts(bundle: Bundle) -> dict[str, Any]:
     """What an export took and proved."""
-    from funcrt.bundle.manifest import CERTIFICATE
+    from funcrt.bundle.format.manifest import CERTIFICATE
 
     files, target = bundle.manifest.files, bundle.target
     report = target.report

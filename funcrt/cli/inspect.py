@@ -13,8 +13,8 @@ from funcrt.errors import SourceError
 import typer
 
 if TYPE_CHECKING:
-    from funcrt.bundle.certificate import Certificate
     from funcrt.bundle.facts import BundleFacts, FunctionFacts
+    from funcrt.bundle.proof.certificate import Certificate
 
 
 def inspect(
@@ -37,8 +37,8 @@ def inspect(
 
         terminal.show(draw(folder, dot).rstrip())
         return
-    from funcrt.bundle.certificate import find_certificate
     from funcrt.bundle.facts import know
+    from funcrt.bundle.proof.certificate import find_certificate
 
     facts = know(folder)
     certificate = find_certificate(folder, facts.digest)
@@ -75,8 +75,8 @@ def as_json(facts: BundleFacts, certificate: Certificate | None) -> dict[str, An
     `functions` has those of all targets. What stands in a target and not at the top of the manifest
     is there as well for one of them: that of this machine's device class, or the first.
     """
+    from funcrt.bundle.format.records import encode
     from funcrt.bundle.graphs import device_class
-    from funcrt.bundle.records import encode
 
     chosen = facts.find(device_class())
     return {
@@ -102,7 +102,7 @@ def as_json(facts: BundleFacts, certificate: Certificate | None) -> dict[str, An
 
 
 def _function_json(facts: FunctionFacts) -> dict[str, Any]:
-    from funcrt.bundle.records import encode
+    from funcrt.bundle.format.records import encode
 
     return {
         "key": facts.entry.key,

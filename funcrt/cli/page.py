@@ -20,9 +20,9 @@ from funcrt.cli.charts import (
 )
 
 if TYPE_CHECKING:
-    from funcrt.bundle.certificate import Certificate, Check
     from funcrt.bundle.facts import BundleFacts, FunctionFacts, TargetFacts
-    from funcrt.bundle.manifest import StateArray
+    from funcrt.bundle.format.manifest import StateArray
+    from funcrt.bundle.proof.certificate import Certificate, Check
 
 _TEMPLATE = "page.html"
 

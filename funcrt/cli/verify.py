@@ -19,7 +19,7 @@ def verify(
     Exit code 1 if a check fails.
     """
     from funcrt.bundle import load_bundle
-    from funcrt.bundle.verifier import certify
+    from funcrt.bundle.proof.verifier import certify
 
     bundle = sources.find_bundle(str(bundle)) or bundle
     with terminal.progress(f"Verifying {bundle}") as tick:

@@ -10,9 +10,9 @@ from typing import Any
 
 from funcrt.buckets import BucketPlan
 from funcrt.bundle import Bundle, export, load_bundle
-from funcrt.bundle.checks import load_manifest, save_manifest
-from funcrt.bundle.files import describe_files
-from funcrt.bundle.manifest import Manifest, Target
+from funcrt.bundle.format.checks import load_manifest, save_manifest
+from funcrt.bundle.format.files import describe_files
+from funcrt.bundle.format.manifest import Manifest, Target
 from funcrt.model import Model
 from funcrt.text import Tokenizer
 from funcrt.user_cache import user_cache

@@ -94,7 +94,9 @@ def test_every_array_is_listed_with_its_kind(packed: Packed, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["ring", "kv8", "kv4"])
 def test_what_is_allowed_follows_the_eager_run(packed: Packed, kind: str) -> None:
     _, folder = packed(kind)
-    calls = [call for case in load_manifest(folder).targets["cpu"].golden.cases for call in case.calls]
+    calls = [
+        call for case in load_manifest(folder).targets["cpu"].golden.cases for call in case.calls
+    ]
     worst = max(call.eager for call in calls)
     for call in calls:
         exact = kind == "ring" or call.function in ("sample", "top")

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from funcrt import machine
-from funcrt.bundle import Bundle, certificate, export, load_bundle, verifier, verify
-from funcrt.bundle.certificate import (
+from funcrt.bundle import Bundle, export, load_bundle, verify
+from funcrt.bundle.format.checks import load_manifest
+from funcrt.bundle.proof import certificate, verifier
+from funcrt.bundle.proof.certificate import (
     Certificate,
     Check,
     find_certificate,
@@ -19,7 +21,6 @@ from funcrt.bundle.certificate import (
     make_certificate,
     save_certificate,
 )
-from funcrt.bundle.checks import load_manifest
 from funcrt.errors import BundleError
 from funcrt.model import Model
 from funcrt.storage import load_arrays, save_arrays, save_json

@@ -8,9 +8,9 @@ from typing import Any
 
 from funcrt import sampling
 from funcrt.bundle import Bundle, export, load_bundle, verify
-from funcrt.bundle.choices import expect_top, make_sparse
-from funcrt.bundle.layout import VERIFYING
-from funcrt.bundle.replay import places, replay, spread_settings
+from funcrt.bundle.golden.calls import VERIFYING
+from funcrt.bundle.golden.choices import expect_top, make_sparse
+from funcrt.bundle.golden.replay import places, replay, spread_settings
 from funcrt.compiled import Compiled
 from funcrt.model import Model
 from funcrt.sampling import History

@@ -10,10 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from funcrt.bundle import files, load_bundle, loader, verify
-from funcrt.bundle.checks import load_manifest
-from funcrt.bundle.manifest import DIGEST, MANIFEST, Manifest
-from funcrt.bundle.records import decode, encode
+from funcrt.bundle import load_bundle, loader, verify
+from funcrt.bundle.format import files
+from funcrt.bundle.format.checks import load_manifest
+from funcrt.bundle.format.manifest import DIGEST, MANIFEST, Manifest
+from funcrt.bundle.format.records import decode, encode
 from funcrt.errors import BundleError
 from tests.bundle.conftest import Edit, edit_target
 

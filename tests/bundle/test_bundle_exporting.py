@@ -13,17 +13,10 @@ from typing import Any
 
 from funcrt import publish
 from funcrt.buckets import BucketPlan
-from funcrt.bundle import (
-    export,
-    exporter,
-    files,
-    golden,
-    load_bundle,
-    load_manifest,
-    targets,
-    verify,
-)
+from funcrt.bundle import export, exporter, load_bundle, load_manifest, targets, verify
 from funcrt.bundle.exporter import KIND
+from funcrt.bundle.format import files
+from funcrt.bundle.golden import recorder as golden
 from funcrt.errors import BundleError, PublishError
 from funcrt.layers import part
 from funcrt.model import Model

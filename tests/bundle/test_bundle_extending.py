@@ -15,7 +15,6 @@ from funcrt.bundle import (
     export,
     exporter,
     extend,
-    files,
     graphs,
     load_bundle,
     load_manifest,
@@ -23,8 +22,9 @@ from funcrt.bundle import (
     refresh,
     verify,
 )
-from funcrt.bundle.checks import save_manifest
-from funcrt.bundle.manifest import CERTIFICATE, DIGEST, MANIFEST, Target
+from funcrt.bundle.format import files
+from funcrt.bundle.format.checks import save_manifest
+from funcrt.bundle.format.manifest import CERTIFICATE, DIGEST, MANIFEST, Target
 from funcrt.errors import BundleError, ParamsError
 from funcrt.model import Model
 from tests.bundle.conftest import PLAN, SMALL, Edit, edit_target

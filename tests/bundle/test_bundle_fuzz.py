@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from funcrt.bundle import Bundle, load_bundle, load_manifest, verify
-from funcrt.bundle.files import hash_file, hash_header
+from funcrt.bundle.format.files import hash_file, hash_header
+from funcrt.bundle.format.manifest import DIGEST, MANIFEST, FileEntry
+from funcrt.bundle.format.records import encode
 from funcrt.bundle.loader import open_bundle
-from funcrt.bundle.manifest import DIGEST, MANIFEST, FileEntry
-from funcrt.bundle.records import encode
 from funcrt.bundle.weights import load_stored
 from funcrt.errors import BundleError, FuncrtError, ParamsError, SourceError
 from tests.bundle.mutations import mangle, mutate, mutate_file

@@ -7,7 +7,8 @@ import os
 import shutil
 from pathlib import Path
 
-from funcrt.bundle import files, load_bundle, verify
+from funcrt.bundle import load_bundle, verify
+from funcrt.bundle.format import files
 from funcrt.bundle.loader import open_bundle
 from funcrt.errors import BundleError
 from tests.bundle.test_bundle_fuzz import PARAMS

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from funcrt.buckets import Bucket
 from funcrt.bundle import Bundle, drawing
-from funcrt.bundle.checks import load_manifest
 from funcrt.bundle.drawing import draw
 from funcrt.bundle.facts import BundleFacts, TargetFacts, bytes_read, count_bytes, know
-from funcrt.bundle.files import hash_file
-from funcrt.bundle.manifest import ArraySpec, describe_arrays
+from funcrt.bundle.format.checks import load_manifest
+from funcrt.bundle.format.files import hash_file
+from funcrt.bundle.format.manifest import ArraySpec, describe_arrays
 from funcrt.cli.page import render
 from funcrt.errors import BundleError
 from funcrt.footprint import Footprint

@@ -8,9 +8,9 @@ from typing import Any
 
 from funcrt.buckets import Bucket, BucketPlan
 from funcrt.bundle import Bundle
-from funcrt.bundle.certificate import Check
-from funcrt.bundle.invariances import check_invariances, count_invariances
-from funcrt.bundle.scripts import (
+from funcrt.bundle.proof.certificate import Check
+from funcrt.bundle.proof.invariances import check_invariances, count_invariances
+from funcrt.bundle.proof.scripts import (
     Call,
     cut,
     elsewhere,

@@ -8,8 +8,8 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
-from funcrt.bundle.certificate import Certificate, Check, find_certificate
 from funcrt.bundle.facts import BundleFacts, know
+from funcrt.bundle.proof.certificate import Certificate, Check, find_certificate
 from funcrt.cli import charts
 from funcrt.cli.page import render
 from tests.commands import run_here

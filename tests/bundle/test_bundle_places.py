@@ -14,8 +14,9 @@ from typing import Any
 
 from funcrt import publish
 from funcrt.buckets import BucketPlan
-from funcrt.bundle import Bundle, export, files, load_bundle, load_manifest, verify
+from funcrt.bundle import Bundle, export, load_bundle, load_manifest, verify
 from funcrt.bundle.exporter import extend, refresh
+from funcrt.bundle.format import files
 from funcrt.errors import BundleError
 from funcrt.model import Model
 from tests.bundle.conftest import SMALL, TINIEST

@@ -8,8 +8,8 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from funcrt.bundle import schema
-from funcrt.bundle.checks import read_manifest
+from funcrt.bundle.format import schema
+from funcrt.bundle.format.checks import read_manifest
 from funcrt.errors import BundleError
 from tests.bundle.conftest import Exports
 
@@ -77,7 +77,7 @@ CHANGES: dict[str, Change] = {
 def test_the_committed_file_is_what_the_generator_makes(tmp_path: Path) -> None:
     schema.main([str(tmp_path / "made.json")])
     assert (tmp_path / "made.json").read_text("utf-8") == schema.FILE.read_text("utf-8"), (
-        "run `python -m funcrt.bundle.schema`, and look at what changed: another field may be "
+        "run `python -m funcrt.bundle.format.schema`, and look at the change: another field may be "
         "added, but one that goes or changes needs another major version of the schema"
     )
     Draft202012Validator.check_schema(schema.make_schema())

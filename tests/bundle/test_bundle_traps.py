@@ -10,7 +10,7 @@ from typing import Any
 
 from funcrt import sampling
 from funcrt.bundle import Bundle, export, load_bundle
-from funcrt.bundle.manifest import FunctionEntry
+from funcrt.bundle.format.manifest import FunctionEntry
 from funcrt.bundle.targets import TargetMaker
 from funcrt.cache import CacheState
 from funcrt.errors import BundleError

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from funcrt.buckets import BucketPlan
-from funcrt.bundle import load_bundle, verifier, verify
-from funcrt.bundle.layout import LIKELIEST, VERIFYING, make_layout
-from funcrt.bundle.manifest import GROW, Target
-from funcrt.bundle.replay import places
+from funcrt.bundle import load_bundle, verify
+from funcrt.bundle.format.manifest import GROW, Target
+from funcrt.bundle.golden.calls import LIKELIEST, VERIFYING, make_layout
+from funcrt.bundle.golden.replay import places
+from funcrt.bundle.proof import verifier
 from funcrt.model import Model
 from funcrt.steps import STEPS
 from funcrt.storage import load_arrays, save_arrays

@@ -11,7 +11,7 @@ from typing import Any
 
 from exported import make_reference
 from funcrt.bundle import load_bundle, verify
-from funcrt.bundle.checks import load_manifest
+from funcrt.bundle.format.checks import load_manifest
 from funcrt.engine import Engine
 
 import mlx.core as mx

@@ -11,7 +11,7 @@ import tests.mlx_lm_extra  # noqa: F401 (skips without mlx-lm)
 from converters.functional import mlx_lm_source
 from funcrt import cache, masks
 from funcrt.buckets import BucketPlan
-from funcrt.bundle.replay import measure_error
+from funcrt.bundle.golden.replay import measure_error
 from funcrt.errors import ConfigError, ModuleError
 from funcrt.model import Model
 from tests.helpers import relative_error

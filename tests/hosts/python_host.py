@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from funcrt.bundle.checks import load_manifest, save_manifest
-from funcrt.bundle.files import describe_files
+from funcrt.bundle.format.checks import load_manifest, save_manifest
+from funcrt.bundle.format.files import describe_files
 
 import pytest
 

@@ -12,7 +12,7 @@ from converters.hub.card import Origin, is_ours, make_card
 from converters.hub.facts import packing_of_bundle
 from converters.hub.parcel import survey
 from funcrt._version import __version__
-from funcrt.bundle.certificate import load_certificate
+from funcrt.bundle.proof.certificate import load_certificate
 from funcrt.model import Model
 from tests.helpers import TINY, TOLERANCE, make_params
 
@@ -146,7 +146,7 @@ def test_a_card_is_a_persons_once_its_mark_is_gone(sound_model):
 )
 def test_packing_from_a_manifest(mode, bits, group, shown):
     """Of matrices with 128 columns, and of one with 256, which is another's."""
-    from funcrt.bundle.manifest import describe_arrays
+    from funcrt.bundle.format.manifest import describe_arrays
 
     arrays = {}
     for name, columns in {"q": 128, "k": 128, "down": 256}.items():

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from converters.hub.pushing import deliver, prepare
-from funcrt.bundle.certificate import load_certificate, save_certificate
+from funcrt.bundle.proof.certificate import load_certificate, save_certificate
 from funcrt.errors import FuncrtError, InputError, PublishError, SourceError
 from tests.converters.hub.fake_hub import FakeHub, Refusal
 

@@ -11,9 +11,9 @@ from random import Random
 from typing import Any, NamedTuple
 
 from funcrt import guesses, sampling
-from funcrt.bundle.layout import VERIFYING, Call, Spot
-from funcrt.bundle.reference import Reference
-from funcrt.bundle.replay import LOGPROB, spread_settings
+from funcrt.bundle.golden.calls import VERIFYING, Call, Spot
+from funcrt.bundle.golden.reference import Reference
+from funcrt.bundle.golden.replay import LOGPROB, spread_settings
 from funcrt.sampling import History
 from funcrt.settings import Row
 from funcrt.steps import STEPS

@@ -21,9 +21,9 @@ from random import Random
 from typing import Any
 
 from funcrt.buckets import BucketPlan
-from funcrt.bundle.certificate import Check
-from funcrt.bundle.replay import measure_error
-from funcrt.bundle.scripts import (
+from funcrt.bundle.golden.replay import measure_error
+from funcrt.bundle.proof.certificate import Check
+from funcrt.bundle.proof.scripts import (
     Call,
     Seen,
     choose_capacities,

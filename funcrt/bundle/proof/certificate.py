@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from funcrt._version import __version__
+from funcrt.bundle.format.manifest import CERTIFICATE, Manifest
+from funcrt.bundle.format.records import decode, parse_json
 from funcrt.bundle.graphs import mlx_version
-from funcrt.bundle.manifest import CERTIFICATE, Manifest
-from funcrt.bundle.records import decode, parse_json
 from funcrt.errors import BundleError
 from funcrt.machine import device_name
 from funcrt.user_cache import user_cache, write_atomically
@@ -39,7 +39,7 @@ class Check:
             weights); "tokens" (chosen tokens that differ; near ties are noted instead); "lengths"
             (rows whose length differs); "accepted" (rows that accept another number of guesses than
             their tokens do); "history" (rows that count other tokens than they chose); "moved"
-            (rows that growing changed). The others are those of `funcrt.bundle.invariances`.
+            (rows that growing changed). The others are those of `funcrt.bundle.proof.invariances`.
         measured, allowed: the two numbers.
         eager: for "error", the same distance from the eager run that the export recorded.
         note: what else a person should know.

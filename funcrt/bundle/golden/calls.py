@@ -15,7 +15,7 @@ from random import Random
 from typing import NamedTuple
 
 from funcrt.buckets import BucketPlan
-from funcrt.bundle.manifest import GROW
+from funcrt.bundle.format.manifest import GROW
 from funcrt.steps import STEPS
 
 LIKELIEST = -1

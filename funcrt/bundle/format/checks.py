@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
-from funcrt.bundle.files import hash_file
-from funcrt.bundle.manifest import (
+from funcrt.bundle.format.files import hash_file
+from funcrt.bundle.format.manifest import (
     CERTIFICATE,
     DEVICE_CLASSES,
     DIGEST,
@@ -27,7 +27,7 @@ from funcrt.bundle.manifest import (
     describe_prepare,
     describe_steps,
 )
-from funcrt.bundle.records import decode, encode, parse_json
+from funcrt.bundle.format.records import decode, encode, parse_json
 from funcrt.cache.layout import DTYPES as CACHE_DTYPES
 from funcrt.cache.layout import check_layout, slot_axis
 from funcrt.errors import BundleError, CacheError

@@ -1,9 +1,9 @@
 """The JSON Schema of `manifest.json`, made from the dataclasses that read and write it.
 
-    python -m funcrt.bundle.schema [FILE]
+    python -m funcrt.bundle.format.schema [FILE]
 
 writes it to `exported/manifest.schema.json` of this repository. It is for those who write hosts:
-this package reads manifests with `funcrt.bundle.records`, by the same types, and `checks` then
+this package reads manifests with `records`, by the same types, and `checks` then
 compares what a schema cannot. So what the schema refuses is refused here, too; unknown fields and
 newer minor versions are let through by both.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from funcrt.bundle.manifest import DEVICE_CLASSES, FORMAT, SCHEMA_VERSION, Manifest
+from funcrt.bundle.format.manifest import DEVICE_CLASSES, FORMAT, SCHEMA_VERSION, Manifest
 from funcrt.params import FLOATS
 from funcrt.storage import save_json
 

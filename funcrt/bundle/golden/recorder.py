@@ -9,11 +9,11 @@ from random import Random
 from typing import NamedTuple
 
 from funcrt.buckets import BucketPlan
-from funcrt.bundle.choices import expect_choice, expect_top
-from funcrt.bundle.layout import Call, make_layout
-from funcrt.bundle.manifest import GROW, Golden, GoldenCall, GoldenCase
-from funcrt.bundle.reference import Reference, References
-from funcrt.bundle.replay import STORED_INPUTS, measure_error, observe_params, replay
+from funcrt.bundle.format.manifest import GROW, Golden, GoldenCall, GoldenCase
+from funcrt.bundle.golden.calls import Call, make_layout
+from funcrt.bundle.golden.choices import expect_choice, expect_top
+from funcrt.bundle.golden.reference import Reference, References
+from funcrt.bundle.golden.replay import STORED_INPUTS, measure_error, observe_params, replay
 from funcrt.compiled import Compiled
 from funcrt.errors import BundleError
 from funcrt.model import Model

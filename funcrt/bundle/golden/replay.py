@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from funcrt import guesses, masks, sampling
-from funcrt.bundle.manifest import GROW, Golden, GoldenCall, GoldenCase
+from funcrt.bundle.format.manifest import GROW, Golden, GoldenCall, GoldenCase
 from funcrt.cache import CacheState, restore, snapshot, state_size
 from funcrt.cache.layout import slot_axis
 from funcrt.compiled import Compiled

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from funcrt.bundle.manifest import CERTIFICATE, DIGEST, MANIFEST, FileEntry, Manifest
+from funcrt.bundle.format.manifest import CERTIFICATE, DIGEST, MANIFEST, FileEntry, Manifest
 from funcrt.errors import BundleError
 from funcrt.user_cache import user_cache, write_atomically
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from funcrt.bundle.layout import LIKELIEST, Call, Case, Row, Step
+from funcrt.bundle.golden.calls import LIKELIEST, Call, Case, Row, Step
 from funcrt.low_rank import take_last
 from funcrt.model import Model
 from funcrt.steps import STEPS

@@ -1,6 +1,6 @@
 """Verifying a bundle: repeat its golden calls here, change what must not matter, compare.
 
-`python -m funcrt.bundle.verifier BUNDLE` does it in a process of its own; the export uses that.
+`python -m funcrt.bundle.proof.verifier BUNDLE` does it in a process of its own, as the export does.
 """
 
 from __future__ import annotations
@@ -13,21 +13,28 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from funcrt.bundle import checks as manifests
 from funcrt.bundle.bundle import Bundle
-from funcrt.bundle.certificate import (
+from funcrt.bundle.format import checks as manifests
+from funcrt.bundle.format.files import check_files
+from funcrt.bundle.format.manifest import GROW, PREPARE
+from funcrt.bundle.golden.replay import (
+    Observation,
+    Place,
+    measure_error,
+    observe_params,
+    places,
+    replay,
+)
+from funcrt.bundle.graphs import mlx_version
+from funcrt.bundle.loader import load_bundle
+from funcrt.bundle.proof.certificate import (
     Certificate,
     Check,
     find_certificate,
     make_certificate,
     save_certificate,
 )
-from funcrt.bundle.files import check_files
-from funcrt.bundle.graphs import mlx_version
-from funcrt.bundle.invariances import check_invariances, count_invariances
-from funcrt.bundle.loader import load_bundle
-from funcrt.bundle.manifest import GROW, PREPARE
-from funcrt.bundle.replay import Observation, Place, measure_error, observe_params, places, replay
+from funcrt.bundle.proof.invariances import check_invariances, count_invariances
 from funcrt.errors import BundleError, FuncrtError, SourceError, some_of
 from funcrt.machine import device_name
 from funcrt.storage import load_arrays
@@ -46,10 +53,10 @@ def verify(
 ) -> list[Check]:
     """Run every golden call of a bundle and the invariances, and leave a certificate.
 
-    Three to five checks for each function, one for `prepare`, and those of
-    `funcrt.bundle.invariances`. Float32 bundles must come within 2e-5 of a float32 reference and
-    choose its tokens. In 16 bits the error may be 1.25 times that of the plain eager run, and
-    another token is a near tie if the reference's lead is below twice the measured error.
+    Three to five checks for each function, one for `prepare`, and those of `invariances`. Float32
+    bundles must come within 2e-5 of a float32 reference and choose its tokens. In 16 bits the error
+    may be 1.25 times that of the plain eager run, and another token is a near tie if the
+    reference's lead is below twice the measured error.
 
     Args:
         bundle: a folder, or a bundle loaded from one.
@@ -211,7 +218,9 @@ def _flags(rows: mx.array) -> list[bool]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Verify the bundle named on the command line; 0 if every check passed."""
-    parser = argparse.ArgumentParser(prog="python -m funcrt.bundle.verifier", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m funcrt.bundle.proof.verifier", description=__doc__
+    )
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--device", choices=("cpu", "gpu"), help="default device to run on")
     parser.add_argument("--params", action="append", help="weights instead of the bundle's own")
