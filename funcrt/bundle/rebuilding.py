@@ -47,7 +47,7 @@ def rebuild(
     values = {**manifest.model, "dtype": dtype or choose_dtype(stored, None)}
     try:
         config = models.FAMILIES[manifest.family].config.from_dict(values)
-    except ConfigError as error:
+    except (ConfigError, OverflowError) as error:  # of numbers beyond any use
         raise BundleError(
             f"{folder}: this funcrt reads its config otherwise: {error}; "
             "export it again from its checkpoint"
