@@ -50,7 +50,9 @@ def line_of(error: FuncrtError) -> str:
 def try_to_open(folder: Path) -> Bundle | str:
     """The bundle, or the one line that says why not; anything else fails the test."""
     try:
-        return open_bundle(folder)
+        bundle = open_bundle(folder)
+        _ = bundle.eos_token_ids, bundle.weight_bytes, bundle.stored_shapes  # what engines read
+        return bundle
     except (BundleError, ParamsError, SourceError) as error:
         return line_of(error)
 
