@@ -79,6 +79,24 @@ def test_weights_that_were_changed_with_their_old_time(place: Path) -> None:
     refuse(place)
 
 
+def test_weights_that_change_while_they_are_hashed(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is remembered is what the file was before it was read."""
+    real = files.hash_file
+
+    def hash_first(path: Path) -> str:
+        digest = real(path)
+        if path.name == PARAMS:
+            flip_last(path)
+        return digest
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "hash_file", hash_first)
+        load_bundle(place)
+    refuse(place)
+
+
 def test_weights_that_were_replaced(place: Path) -> None:
     load_bundle(place)
     copy = Path(shutil.copy2(place / PARAMS, place.parent))

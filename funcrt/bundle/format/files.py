@@ -66,10 +66,11 @@ def check_files(folder: Path, manifest: Manifest, digest: str = "", full: bool =
                 f"{path} is damaged: expected {entry.size} bytes, got {size}; {_AGAIN}"
             )
     weights = manifest.params.files
-    seen = not full and _was_hashed(folder, weights, digest)
+    states = {name: _state_of(folder / name) for name in weights}  # before they are read
+    seen = not full and _was_hashed(folder, states, digest)
     _check_hashes(folder, manifest, {*manifest.files} - ({*weights} if seen else set()))
     if not seen:
-        _remember_hashed(folder, weights, digest)
+        _remember_hashed(folder, states, digest)
         return
     for name in weights:
         if hash_header(folder / name) != manifest.files[name].header:
@@ -136,16 +137,16 @@ def read_file(folder: Path, name: str, manifest: Manifest) -> bytes:
 # --- what was hashed before ----------------------------------------------------------------------
 
 
-def _was_hashed(folder: Path, names: Iterable[str], digest: str) -> bool:
+def _was_hashed(folder: Path, states: Mapping[str, list[int]], digest: str) -> bool:
     seen = _read_record(digest)
-    return all(seen.get(str((folder / n).resolve())) == _state_of(folder / n) for n in names)
+    return all(seen.get(str((folder / n).resolve())) == state for n, state in states.items())
 
 
-def _remember_hashed(folder: Path, names: Iterable[str], digest: str) -> None:
+def _remember_hashed(folder: Path, states: Mapping[str, list[int]], digest: str) -> None:
     """Does nothing where the user's cache folder cannot be written."""
-    states = {str((folder / name).resolve()): _state_of(folder / name) for name in names}
     if digest and states:
-        write_atomically(_record(digest), json.dumps({**_read_record(digest), **states}))
+        found = {str((folder / name).resolve()): state for name, state in states.items()}
+        write_atomically(_record(digest), json.dumps({**_read_record(digest), **found}))
 
 
 def _read_record(digest: str) -> dict[str, object]:
