@@ -22,7 +22,7 @@ from funcrt.bundle.format.manifest import DEVICE_CLASSES, FORMAT, SCHEMA_VERSION
 from funcrt.params import FLOATS
 from funcrt.storage import save_json
 
-FILE = Path(__file__).parents[2] / "exported" / "manifest.schema.json"
+FILE = Path(__file__).parents[3] / "exported" / "manifest.schema.json"
 
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", NoneType: "null"}
 _SIZE = {"minimum": 1, "maximum": 2**31 - 1}
