@@ -11,6 +11,7 @@ from funcrt.cache import (
     CacheLayout,
     CacheSpec,
     CacheState,
+    Sight,
     check_call,
     pack,
     row_entries,
@@ -120,7 +121,7 @@ class NetworkFamily:
         config: ModelConfig,
         params: Params,
         tokens: mx.array,
-        mask: mx.array,
+        mask: Sight,
         cache_state: CacheState,
         positions: mx.array | None = None,
     ) -> tuple[mx.array, CacheState]:

@@ -14,6 +14,7 @@ from funcrt.cache import (
     CacheSpec,
     CacheState,
     Placement,
+    Sight,
     check_recurrent,
     kind_of,
     place,
@@ -32,7 +33,7 @@ class Run:
 
     Args:
         params: stored or prepared.
-        mask: bool `[B, 1, T, S]` in the caller's token order.
+        mask: bool `[B, 1, T, S]` in the caller's token order, or what is placed already.
         state: before the call.
         positions: int32 `[B, T]` in the caller's order, or None.
         dtype: of activations.
@@ -45,7 +46,7 @@ class Run:
     def __init__(
         self,
         params: Params,
-        mask: mx.array,
+        mask: Sight,
         state: CacheState,
         positions: mx.array | None,
         dtype: mx.Dtype,
