@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks import batching, endurance
+from benchmarks import common, endurance, ragged
 from benchmarks.prompts import cut
 
 import pytest
@@ -36,44 +36,61 @@ def test_a_text_with_too_few_beginnings_is_refused(
 def test_left_padding_counts_by_hand() -> None:
     # Prefill: rows of 1 and 4 tokens, 4 wide. Decode: 2 + 5, then 3 + 6 of twice the longest,
     # then the second row alone.
-    waste = batching.left_padding([2, 5], [2, 3])
+    waste = ragged.left_padding([2, 5], [2, 3])
     assert waste["tokens"] == pytest.approx(1 - 5 / 8)
     assert waste["rows"] == 0
     assert waste["slots"] == pytest.approx(1 - (2 + 5 + 3 + 6 + 7) / (10 + 12 + 7))
 
 
 def test_equal_prompts_have_no_padding() -> None:
-    assert batching.left_padding([4, 4, 4], [3, 3, 3]) == {"tokens": 0, "rows": 0, "slots": 0}
+    assert ragged.left_padding([4, 4, 4], [3, 3, 3]) == {"tokens": 0, "rows": 0, "slots": 0}
 
 
 @pytest.mark.parametrize(("percent", "expected"), [(1, 1), (50, 12), (95, 23), (96, 24), (100, 24)])
 def test_percentiles_are_measured_values(percent: float, expected: int) -> None:
-    assert batching.percentile(list(range(24, 0, -1)), percent) == expected
+    assert common.percentile(list(range(24, 0, -1)), percent) == expected
 
 
-def make_run(tokens: list[list[int]], seconds: float) -> batching.Run:
+def make_run(tokens: list[list[int]], seconds: float) -> common.Run:
     first = [seconds / 2] * len(tokens)
-    report = {"padding": {"tokens": 0.5, "rows": 0.0, "slots": 0.25}}
+    padding = {"tokens": 0.5, "rows": 0.0, "slots": 0.25}
+    report = {"padding": padding, "traces": 2, "steps": 9}
     return {
         "tokens": tokens, "seconds": seconds, "first_token_s": first, "peak_bytes": 7,
         "report": report,
     }  # fmt: skip
 
 
-def test_batching_summary() -> None:
+def test_ragged_summary() -> None:
     tokens = [[1, 2]] * 8
-    runs = {name: [make_run(tokens, s) for s in (4.0, 2.0, 1.0)] for name in batching.SUBJECTS}
-    runs["mlx-lm-bfloat16-batch"] = [make_run([*tokens[:7], [1, 3]], 8.0)] * 3
-    result = batching.summarize(runs)
-    ours = result["subjects"]["funcrt-compiled"]
-    theirs = result["subjects"]["mlx-lm-bfloat16-batch"]
-    assert (ours["tokens_per_s"], theirs["tokens_per_s"]) == (8, 2)
-    assert (ours["first_token_p50_s"], ours["first_token_p95_s"]) == (1, 2)
-    assert (ours["same_as_solo"], theirs["same_as_solo"], ours["requests"]) == (24, 21, 24)
-    assert ours["padding"]["tokens"] == 0.5
-    assert theirs["padding"]["tokens"] > 0.5
-    ratio = result["ratios"][0]
-    assert (ratio["ratio"], ratio["by_round"], ratio["goal"]) == (4, [2, 4, 8], 4)
+    ours = [make_run(tokens, s) for s in (4.0, 2.0, 1.0)]
+    theirs = [make_run([*tokens[:7], [1, 3]], 8.0)] * 3
+    lengths = [3] * 7 + [9]
+    mine = ragged.summarize("funcrt-compiled", ours, lengths, ours)
+    other = ragged.summarize("mlx-lm-bfloat16", theirs, lengths, ours)
+    assert (mine["tokens_per_s"], other["tokens_per_s"]) == (8, 2)
+    assert (mine["first_token_p50_s"], mine["first_token_p95_s"]) == (1, 2)
+    assert (mine["same_as_solo"], other["same_as_solo"]) == ("24 of 24", "21 of 24")
+    assert mine["padding"]["tokens"] == 0.5
+    assert other["padding"]["tokens"] > 0.5
+    assert (mine["traces"], mine["peak_bytes"]) == (2, 7)
+
+
+def test_ratios_are_above_one_where_ours_is_better() -> None:
+    runs = {
+        "ours": [{**make_run([[1, 2]], s), "peak_bytes": 10} for s in (4.0, 2.0, 1.0)],
+        "theirs": [{**make_run([[1, 2]], 8.0), "peak_bytes": 5}] * 2,
+    }
+    faster = common.compare(runs, "tokens_per_s", "ours", "theirs")
+    assert faster is not None
+    assert (faster["ratio"], faster["by_round"]) == (4, [2, 4])
+    sooner = common.compare(runs, "first_token_s", "ours", "theirs", lower_is_better=True)
+    assert sooner is not None
+    assert (sooner["ratio"], sooner["by_round"]) == (4, [2, 4])
+    larger = common.compare(runs, "peak_bytes", "ours", "theirs", lower_is_better=True)
+    assert larger is not None
+    assert larger["ratio"] == 0.5
+    assert common.compare(runs, "tokens_per_s", "ours", "nobody") is None
 
 
 def make_facts(**changes: object) -> endurance.Facts:
