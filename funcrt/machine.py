@@ -21,6 +21,11 @@ def is_on_gpu() -> bool:
     return mx.default_device().type == mx.DeviceType.gpu
 
 
+def is_on_cuda() -> bool:
+    """Whether that is one that MLX runs through CUDA."""
+    return is_on_gpu() and not mx.metal.is_available()
+
+
 def peak_memory() -> int:
     """Most bytes used so far: by the process on CPU, by MLX's allocator on a GPU."""
     if is_on_gpu():

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from funcrt import ops
 from funcrt.cache import CacheEntry, CacheLayout, CacheSpec
 from funcrt.config.rope import RopeConfig
 from funcrt.layers.basic import Linear
 from funcrt.layers.part import Part, Run
 from funcrt.low_rank import LORA_A, LORA_B
 from funcrt.ops.attention import join_heads, split_heads
+from funcrt.ops.products import packed_product
 from funcrt.packing import PARTS, quantization_of
 
 import mlx.core as mx
@@ -101,7 +101,7 @@ class LatentAttention(Part):
             weight = own[f"{name}.weight"].astype(x.dtype)
             y = x @ (weight.swapaxes(-1, -2) if transpose else weight)
         else:
-            y = ops.packed_product(own, name, x, packing, transpose=transpose)
+            y = packed_product(own, name, x, packing, transpose=transpose)
         y = y.reshape(heads, batch, tokens, -1).swapaxes(0, 1)
         return y if change is None else y + change
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from funcrt.machine import is_on_cuda
 from funcrt.ops import masked_softmax, soft_cap
 from funcrt.packing import Quantization
 
@@ -50,17 +51,12 @@ class Packed(NamedTuple):
         )  # fmt: skip
 
 
-def adds_masks() -> bool:
-    """Whether MLX's attention on the default device adds masks to scores: it does on CUDA."""
-    return mx.default_device().type == mx.DeviceType.gpu and not mx.metal.is_available()
-
-
 def hide(mask: mx.array, dtype: mx.Dtype) -> mx.array:
     """A bool mask as `attend` does best with it, once for all layers.
 
-    Where masks are added, MLX would otherwise make an additive one in every layer, for all heads.
+    On CUDA MLX adds masks to scores, and would make an additive one in every layer, for all heads.
     """
-    if not adds_masks():
+    if not is_on_cuda():
         return mask
     return mx.where(mask, mx.array(0, dtype), mx.array(-mx.inf, dtype))
 
