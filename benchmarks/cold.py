@@ -19,8 +19,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import KERNELS, RESULTS, describe_run, note, write_json
+from benchmarks.common import RESULTS, describe_run, note, write_json
 from benchmarks.subjects import CPP_HOST, ROOT
+from benchmarks.team import kernel_folder
 
 ROUNDS, PROMPT_TOKENS = 3, 32
 PLAN = {"batch": [1], "tokens": [PROMPT_TOKENS], "capacity": [256]}
@@ -84,7 +85,7 @@ def start(name: str, kind: str, *arguments: str) -> tuple[float, dict[str, Any]]
     command = [sys.executable, "-m", "benchmarks.cold", "--child", kind, *arguments]
     if kind == "cpp":
         command = [str(CPP_HOST), arguments[0], "--prompt-ids", arguments[1], "--max-tokens", "1"]
-    environment = {**os.environ, "MLX_PTX_CACHE_DIR": str(KERNELS / f"cold-{name}")}
+    environment = {**os.environ, "MLX_PTX_CACHE_DIR": str(kernel_folder(f"cold-{name}"))}
     if kind == "mlx-lm":
         environment["FUNCRT_BLAS"] = "none"
     begin = time.perf_counter()

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import cold, ragged, sequence, steps
-from benchmarks.common import RESULTS, Team, describe_run, measure_bandwidth, note, write_json
+from benchmarks.common import RESULTS, describe_run, measure_bandwidth, note, write_json
 from benchmarks.prompts import draw
 from benchmarks.subjects import Spec
+from benchmarks.team import Team
 from benchmarks.weights import SHAPES
 
 OURS, THEIRS, EAGER, TORCH = "funcrt", "mlx-lm", "funcrt-eager", "transformers"

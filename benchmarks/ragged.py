@@ -19,7 +19,6 @@ from typing import Any
 from benchmarks.common import (
     RESULTS,
     Run,
-    Team,
     compare,
     describe_run,
     keep,
@@ -31,6 +30,7 @@ from benchmarks.common import (
 from benchmarks.prompts import cut
 from benchmarks.sequence import show_ratios
 from benchmarks.subjects import Prompts, Spec
+from benchmarks.team import Team
 from benchmarks.weights import make_smollm2
 
 PLAN = {"batch": [1, 2, 8], "tokens": [8, 16, 48], "capacity": [64]}
@@ -70,7 +70,7 @@ def run_case(
         "new_tokens": new_tokens,
         "batch": batch,
         "subjects": {
-            name: summarize(name, measured, lengths, runs.get(solo or ""))
+            name: summarize(name, measured, lengths, batch, runs.get(solo or ""))
             for name, measured in runs.items()
         },
         "left_out": dict(team.left_out),
@@ -80,7 +80,11 @@ def run_case(
 
 
 def summarize(
-    name: str, runs: Sequence[Run], lengths: Sequence[int], solo: Sequence[Run] | None
+    name: str,
+    runs: Sequence[Run],
+    lengths: Sequence[int],
+    batch: int,
+    solo: Sequence[Run] | None,
 ) -> dict[str, Any]:
     """Medians over the rounds of one subject."""
     first = [seconds for run in runs for seconds in run["first_token_s"]]
@@ -88,7 +92,7 @@ def summarize(
         "tokens_per_s": statistics.median(map(rate, runs)),
         "first_token_p50_s": percentile(first, 50),
         "first_token_p95_s": percentile(first, 95),
-        "padding": padding(name, runs[0], lengths),
+        "padding": padding(name, runs[0], lengths, batch),
         "peak_bytes": max(run["peak_bytes"] for run in runs),
     }
     if "traces" in runs[-1]["report"]:
@@ -122,13 +126,13 @@ def left_padding(prompts: Sequence[int], new: Sequence[int]) -> dict[str, float]
     return {"tokens": 1 - tokens, "rows": 0.0, "slots": 1 - real / slots}
 
 
-def padding(name: str, run: Run, lengths: Sequence[int]) -> dict[str, float] | None:
+def padding(name: str, run: Run, lengths: Sequence[int], batch: int) -> dict[str, float] | None:
     """Shares of padding: as funcrt counts them, or as left padding implies them.
 
     mlx-lm's is known only where it takes all prompts in one call, up to 8 of them.
     """
     if name.startswith("mlx-lm"):
-        one_call = len(lengths) <= 8
+        one_call = len(lengths) <= min(8, batch)
         return left_padding(lengths, [len(t) for t in run["tokens"]]) if one_call else None
     waste: dict[str, float] | None = run["report"].get("padding")
     return waste

@@ -20,7 +20,6 @@ from benchmarks.common import (
     RESULTS,
     Run,
     Runs,
-    Team,
     compare,
     describe_run,
     keep,
@@ -30,6 +29,7 @@ from benchmarks.common import (
 )
 from benchmarks.prompts import cut
 from benchmarks.subjects import Prompts, Spec
+from benchmarks.team import Team
 from benchmarks.weights import make_smollm2
 
 OURS, BFLOAT16, FLOAT32 = "funcrt-compiled", "mlx-lm-bfloat16", "mlx-lm-float32-same-blas"

@@ -12,9 +12,10 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.common import RESULTS, Team, describe_run, write_json
+from benchmarks.common import RESULTS, describe_run, write_json
 from benchmarks.prompts import draw
 from benchmarks.subjects import Spec
+from benchmarks.team import Team
 from benchmarks.weights import SHAPES
 
 COUNT, EARLY, WINDOW, ROUNDS = 8000, 100, 100, 3

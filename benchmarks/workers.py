@@ -12,10 +12,22 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
 
-from benchmarks.subjects import KINDS, Prompts, Spec, Subject
+from benchmarks import rivals
+from benchmarks.subjects import Prompts, Spec, Subject, funcrt_subject
+
+KINDS: Mapping[str, Callable[[Spec], Subject]] = {
+    "compiled": funcrt_subject,
+    "eager": funcrt_subject,
+    "bundle": funcrt_subject,
+    "mlx-lm": rivals.mlx_lm_subject,
+    "mlx-lm-batch": rivals.mlx_lm_batch_subject,
+    "transformers": rivals.transformers_subject,
+    "cpp": rivals.cpp_subject,
+}
 
 
 def measure(subject: Subject, prompts: Prompts, max_tokens: int) -> dict[str, Any]:

@@ -66,8 +66,8 @@ def test_ragged_summary() -> None:
     ours = [make_run(tokens, s) for s in (4.0, 2.0, 1.0)]
     theirs = [make_run([*tokens[:7], [1, 3]], 8.0)] * 3
     lengths = [3] * 7 + [9]
-    mine = ragged.summarize("funcrt-compiled", ours, lengths, ours)
-    other = ragged.summarize("mlx-lm-bfloat16", theirs, lengths, ours)
+    mine = ragged.summarize("funcrt-compiled", ours, lengths, 8, ours)
+    other = ragged.summarize("mlx-lm-bfloat16", theirs, lengths, 8, ours)
     assert (mine["tokens_per_s"], other["tokens_per_s"]) == (8, 2)
     assert (mine["first_token_p50_s"], mine["first_token_p95_s"]) == (1, 2)
     assert (mine["same_as_solo"], other["same_as_solo"]) == ("24 of 24", "21 of 24")
