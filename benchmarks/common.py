@@ -132,14 +132,19 @@ def _cpu_name() -> str:
 
 
 def write_json(path: Path, result: Mapping[str, Any] | Sequence[Any]) -> None:
-    """Keep a result beside the code; lists of numbers take one line."""
+    """Keep a result beside the code."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(_dump(result, "") + "\n", "utf-8")
+    path.write_text(dump(result), "utf-8")
     note(f"wrote {path}")
 
 
+def dump(result: Mapping[str, Any] | Sequence[Any]) -> str:
+    """JSON whose lists of numbers, and whatever else is short, take one line."""
+    return _dump(result, "") + "\n"
+
+
 def _dump(value: Any, indent: str) -> str:
-    plain = json.dumps(value)
+    plain = json.dumps(value, ensure_ascii=False)
     if not isinstance(value, (dict, list, tuple)) or len(plain) + len(indent) <= 96:
         return plain
     deeper = indent + " "

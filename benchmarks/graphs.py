@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from funcrt.buckets import Bucket
+    from funcrt.cache import CacheLayout
     from funcrt.model import Model
 
     import mlx.core as mx
@@ -27,19 +28,19 @@ def count_primitives(function: Callable[..., Any], arrays: Sequence[mx.array]) -
     return found
 
 
-def step_arguments(model: Model, name: str, bucket: Bucket) -> list[mx.array]:
+def step_arguments(model: Model, name: str, bucket: Bucket, layout: CacheLayout) -> list[mx.array]:
     """Arrays that the flat form of a step takes, in order."""
-    arguments = model.example(name, bucket)
     return [
         array
-        for argument in arguments
+        for argument in model.example(name, bucket, layout)
         for array in (argument.values() if isinstance(argument, dict) else [argument])
     ]
 
 
-def count_step(model: Model, name: str, bucket: Bucket) -> Counter[str]:
+def count_step(model: Model, name: str, bucket: Bucket, layout: CacheLayout) -> Counter[str]:
     """Primitives of a step of ours in a bucket, before `mx.compile` joins any."""
-    return count_primitives(model.flat_step(name, bucket), step_arguments(model, name, bucket))
+    arrays = step_arguments(model, name, bucket, layout)
+    return count_primitives(model.flat_step(name, bucket, layout), arrays)
 
 
 def count_mlx_lm_step(module: Any) -> Counter[str]:

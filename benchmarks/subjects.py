@@ -131,11 +131,11 @@ def _model_facts(model: Any, plan: Any) -> dict[str, Any]:
 
     config = model.config.to_hf()
     sizes = {name: array.nbytes for name, array in model.prepared.items()}
-    bucket = Bucket(plan.batch[0], 1, plan.capacity[0])
+    bucket, layout = Bucket(plan.batch[0], 1, plan.capacity[0]), model.choose_layout(plan)
     return {
         "read_bytes": weights.read_bytes(config, sizes),
         "cache_bytes": weights.cache_bytes(config, FLOATS[model.config.dtype].size),
-        **primitives(lambda: count_step(model, "decode_greedy", bucket)),
+        **primitives(lambda: count_step(model, "decode_greedy", bucket, layout)),
     }
 
 
