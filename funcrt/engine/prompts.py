@@ -9,7 +9,7 @@ from funcrt import cache, sampling
 from funcrt.buckets import Bucket, BucketPlan, choose_overhead
 from funcrt.cache import CacheState
 from funcrt.compiled import Compiled
-from funcrt.engine.calls import Call, read_choices
+from funcrt.engine.calls import Call, find_tops, read_choices
 from funcrt.engine.controls import is_greedy, make
 from funcrt.engine.prefixes import LEAST_SHARED, Prefix, PrefixPool
 from funcrt.engine.request import Request
@@ -77,7 +77,9 @@ class Prefilling:
         ready = {row: request for row, request in rows.items() if not request.pending}
         if ready:
             sampled = self._sample(logits, group, batch)
-            call.choices = read_choices(self._compiled, sampled, ready, state)
+            tops = find_tops(self._compiled, sampled, ready.values())
+            mx.eval(sampled, tops, state)
+            call.choices = read_choices(sampled, tops, ready)
         else:
             mx.eval(state)
         for row, request in rows.items():

@@ -57,6 +57,7 @@ class Rows:
         """
         free = self.requests.index(None)
         assert self.state is not None
+        mx.eval(self.state)  # what is still to be read could not be written in place
         if source is None:
             self.state = cache.clear(self.state, free)
         else:
@@ -72,18 +73,25 @@ class Rows:
         self.capacity = cache.state_size(state)[1]
         self._slack = 0
 
+    def holds(self, rows: int, tokens: int) -> bool:
+        """Whether `fit` would leave everybody in place."""
+        batch, capacity = self._choose(rows, tokens)
+        if self.state is None or batch > self.batch or capacity > self.capacity:
+            return False
+        return (batch, capacity) == (self.batch, self.capacity) or self._slack + 1 < _PATIENCE
+
     def fit(self, rows: int, tokens: int) -> None:
         """Be in a declared bucket for so many rows and so many tokens in the longest of them."""
-        batch = self._plan.choose_batch(rows)
-        capacity = choose_capacity(self._plan, self._spec, tokens)
+        batch, capacity = self._choose(rows, tokens)
         if self.state is None:
             self.adopt(cache.init_cache(self._spec, batch, capacity), [None] * batch)
             return
-        if batch <= self.batch and capacity <= self.capacity:
-            smaller = batch < self.batch or capacity < self.capacity
+        if self.holds(rows, tokens):
+            smaller = (batch, capacity) != (self.batch, self.capacity)
             self._slack = self._slack + 1 if smaller else 0
-            if self._slack < _PATIENCE:
-                return
+            return
+        if batch <= self.batch and capacity <= self.capacity:
+            self._slack = _PATIENCE
         elif self._slack < _PATIENCE:  # one of the two grows: the other does not shrink on the way
             batch, capacity = max(batch, self.batch), max(capacity, self.capacity)
         self._move(batch, capacity)
@@ -101,6 +109,9 @@ class Rows:
         state, self.state = self.state, None
         assert state is not None
         return state
+
+    def _choose(self, rows: int, tokens: int) -> tuple[int, int]:
+        return self._plan.choose_batch(rows), choose_capacity(self._plan, self._spec, tokens)
 
     def _move(self, batch: int, capacity: int) -> None:
         assert self.state is not None
