@@ -66,6 +66,7 @@ bench-full: bench  ## the same with long prompts and all batches, and whether en
 	@$(BENCH).sequence --long
 	@$(BENCH).ragged --batches
 	@$(BENCH).families --llama-1b
+	@$(BENCH).profiling
 	@$(BENCH).endurance
 	@$(BENCH).report
 

@@ -11,7 +11,10 @@ every process alike. Writes benchmarks/results/cuda-STEP.json.
 from __future__ import annotations
 
 import argparse
+import json
+import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +25,7 @@ from typing import Any
 from benchmarks import cold, ragged, sequence, steps
 from benchmarks.common import RESULTS, describe_run, measure_bandwidth, note, write_json
 from benchmarks.prompts import draw
-from benchmarks.subjects import Spec
+from benchmarks.subjects import ROOT, Spec
 from benchmarks.team import Team
 from benchmarks.weights import SHAPES
 
@@ -200,6 +203,19 @@ def run_families(sizes: Sizes) -> Result:
     return {"kind": "sequence", "model": "small families", "cases": cases}
 
 
+def run_profile(sizes: Sizes) -> Result:
+    """Where the time of a step goes, in a process of its own."""
+    sources = [sizes.source("1b"), sizes.source("8b"), sizes.source("8b", "4bit")]
+    with tempfile.TemporaryDirectory() as scratch:
+        subprocess.run(
+            [sys.executable, "-m", "benchmarks.profiling", *sources, "--out", scratch],
+            cwd=ROOT, check=True,
+        )  # fmt: skip
+        (file,) = Path(scratch).iterdir()
+        found: Result = json.loads(file.read_text("utf-8"))
+    return {"kind": "profile", "models": found["models"], "bandwidth_gb_s": found["bandwidth_gb_s"]}
+
+
 PROMPTS = [(128, 256), (2048, 256)]
 STEPS: Mapping[str, Callable[[Sizes], Result]] = {
     "1b": lambda s: run_sequence(s, "1b", "bfloat16", PROMPTS, 5, [EAGER]),
@@ -210,6 +226,7 @@ STEPS: Mapping[str, Callable[[Sizes], Result]] = {
     "8b-4bit-ragged": lambda s: run_ragged(s, "8b", "4bit", [16], 1, slow=True),
     "steps": run_steps,
     "cold": run_cold,
+    "profile": run_profile,
     "speculation": lambda s: run_sequence(s, "1b", "bfloat16", [(512, 256)], 3, [NGRAM]),
     "context": lambda s: run_sequence(
         s, "1b", "bfloat16", [(512, 64), (8192, 64), (32768 - 256, 64)], 2
