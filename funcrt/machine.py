@@ -11,7 +11,12 @@ import mlx.core as mx
 
 
 def available_memory() -> int:
-    """Bytes that a process may still take without swapping (total memory where unknown)."""
+    """Bytes that a process may still take: of the GPU with CUDA, without swapping elsewhere.
+
+    All of the memory where nothing tells.
+    """
+    if is_on_cuda() and "free_memory" in (device := mx.device_info()):
+        return int(device["free_memory"]) + mx.get_cache_memory()
     free = _read_proc("/proc/meminfo", "MemAvailable:")
     return free or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
