@@ -1,4 +1,4 @@
-"""summary.json, the README's tables and the plots, from the results in benchmarks/results alone.
+"""summary.json, the README's table, a page of tables and the plots, from benchmarks/results alone.
 
 python -m benchmarks.report             # writes them
 python -m benchmarks.report --check     # exits with 1 if they are not what the results say
@@ -39,7 +39,7 @@ def summarize() -> list[dict[str, Any]]:
     return [judge(goal, read(goal.file.removesuffix(".json"))) for goal in GOALS]
 
 
-# --- the README's part ---------------------------------------------------------------------------
+# --- tables --------------------------------------------------------------------------------------
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -90,6 +90,49 @@ def ragged_table(case: Mapping[str, Any]) -> str:
     return table(("", "tokens/s", "first token, p50 / p95", "padding: tokens, rows, slots"), rows)
 
 
+def cold_table(result: Mapping[str, Any]) -> str:
+    """From the start of a process to its first token, a row for each subject."""
+    parts = ("first_token_s", "import_s", "load_s", "compute_s")
+    rows = [
+        (name, *(f"{s[part]:.2f} s" if part in s else "" for part in parts))
+        for name, s in result["subjects"].items()
+    ]
+    return table(("", "first token", "import", "load", "compute"), rows)
+
+
+def profile_table(result: Mapping[str, Any]) -> str:
+    """Where the time of a decode step goes, a row for each model and batch."""
+    parts = ("step", "pipelined", "call", "encode", "products", "memory")
+    rows = [
+        (name, *(f"{found[part]:.2f}" for part in parts), str(found["primitives"]))
+        for name, found in result["models"].items()
+    ]
+    return table(("ms", *parts, "primitives"), rows)
+
+
+def other_tables() -> Iterator[str]:
+    """The tables of results that have no cases."""
+    for name, place in (("cold", "CPU"), ("cuda-cold", "H200")):
+        if result := read(name):
+            yield (
+                f"{place}, {result['model']}, start of a process to its first token, kernels warm; "
+                f"export of {result['functions']} functions {result['export_s']:.1f} s "
+                f"({link(name)}):\n\n{cold_table(result)}"
+            )
+    for name, place in (("profile", "CPU"), ("cuda-profile", "H200")):
+        if result := read(name):
+            yield (
+                f"{place}, where the time of a decode step goes "
+                f"([what each means](../profiling.py); {link(name)}):\n\n"
+                f"{profile_table(result)}"
+            )
+
+
+def link(name: str) -> str:
+    """A result in Markdown."""
+    return f"[{name}.json]({name}.json)"
+
+
 def case_tables() -> Iterator[str]:
     """A title and a table for each case of the results that are shown."""
     for name in TABLES:
@@ -105,14 +148,21 @@ def case_tables() -> Iterator[str]:
                 what = f"{case['prompt_tokens']}-token prompt + {case['new_tokens']} new"
                 body = sequence_table(case)
             place = "H200" if name.startswith("cuda") else "CPU"
-            link = f"[{name}.json](benchmarks/results/{name}.json)"
-            yield f"{place}, {model}, {what} ({link}):\n\n{body}"
+            yield f"{place}, {model}, {what} ({link(name)}):\n\n{body}"
 
 
 def write_section(summary: Sequence[Mapping[str, Any]], charts: Mapping[str, str]) -> str:
-    """What stands between the markers."""
+    """What stands between the markers of the README: all goals, and the plots."""
     images = [f"![{name}](benchmarks/results/{name}.svg)\n" for name in charts]
-    return "\n".join([goal_table(summary), *case_tables(), *images])
+    return "\n".join([goal_table(summary), *images])
+
+
+def write_page() -> str:
+    """The page beside the results: all tables."""
+    head = (
+        "# Results\n\nMade by `python -m benchmarks.report`; [what each number is](../README.md).\n"
+    )
+    return "\n".join([head, *case_tables(), *other_tables()])
 
 
 def replace_section(readme: str, section: str) -> str:
@@ -182,7 +232,7 @@ def draw_charts() -> dict[str, str]:
 def make() -> dict[Path, str]:
     """File -> what the results say that it should hold."""
     summary, charts = summarize(), draw_charts()
-    files = {RESULTS / "summary.json": dump(summary)}
+    files = {RESULTS / "summary.json": dump(summary), RESULTS / "README.md": write_page()}
     files |= {RESULTS / f"{name}.svg": text for name, text in charts.items()}
     readme = README.read_text("utf-8")
     return {**files, README: replace_section(readme, write_section(summary, charts))}

@@ -56,7 +56,8 @@ class Worker:
                  **(environment or {})},
         )  # fmt: skip
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
 
     def ready(self) -> dict[str, Any]:
         """What is known of the subject, once it is made. Raises WorkerError."""
@@ -94,8 +95,11 @@ class Worker:
     def close(self) -> None:
         """End the process."""
         assert self.process.stdin is not None
+        assert self.process.stdout is not None
         self.process.stdin.close()
         self.process.wait()
+        self._listener.join()
+        self.process.stdout.close()
 
     def _listen(self) -> None:
         assert self.process.stdout is not None

@@ -7,6 +7,8 @@ from xml.etree import ElementTree
 from benchmarks import common, endurance, plots, ragged, report, sequence, steps, weights
 from benchmarks.goals import GOALS, Goal, judge
 from benchmarks.prompts import cut, draw
+from benchmarks.subjects import Spec
+from benchmarks.team import Team
 
 import pytest
 
@@ -188,6 +190,18 @@ def test_charts_are_drawings() -> None:
         root = ElementTree.fromstring(chart)
         found = root.findall(f"{{http://www.w3.org/2000/svg}}{marks}")
         assert len(found) == (3 if marks == "circle" else 3 + 2 + 1)  # bars, keys, background
+
+
+def test_subjects_take_turns_and_one_that_fails_drops_out() -> None:
+    plan = {"batch": [2], "tokens": [4], "capacity": [16]}
+    specs = {"ours": Spec("compiled", "llama-tiny:float32", plan), "odd": Spec("nothing", "")}
+    with Team(specs) as team:
+        runs = team.alternate([[[1, 2, 3], [4]], [[5], [6, 7]]], 3)
+    assert team.left_out == {"odd": "its process ended with exit code 1"}
+    assert list(runs) == ["ours"]
+    assert [[len(row) for row in run["tokens"]] for run in runs["ours"]] == [[3, 3]] * 2
+    assert runs["ours"][-1]["report"]["traces"] <= 2
+    assert team.facts["ours"]["primitives"] > 100
 
 
 def make_facts(**changes: object) -> endurance.Facts:
