@@ -171,8 +171,7 @@ class Scheduler:
             return
         longest = max(request.cached for request in [*seated, *joining.values()])
         self._running.fit(len(seated) + len(joining), longest)
-        for row, request in joining.items():
-            self._running.seat(request, state, row)
+        self._running.join(state, joining)
 
     def _decode(self) -> None:
         call = self._decoding.decode()
