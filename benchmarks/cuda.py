@@ -273,15 +273,14 @@ def main() -> None:
         note(f"--- {name}")
         try:
             result = STEPS[name](TINY if options.tiny else REAL)
+            seconds = time.perf_counter() - begin
+            described = {**describe_run("benchmarks.cuda"), "step": name, "seconds": seconds}
+            write_json(options.out / f"cuda-{name}.json", {**described, **result})
+            show(name, {**described, **result})
+            note(f"--- {name}: {seconds:.0f} s")
         except Exception:  # noqa: BLE001 (the other steps are worth having)
             traceback.print_exc()
             failed.append(name)
-            continue
-        seconds = time.perf_counter() - begin
-        described = {**describe_run("benchmarks.cuda"), "step": name, "seconds": seconds}
-        write_json(options.out / f"cuda-{name}.json", {**described, **result})
-        show(name, {**described, **result})
-        note(f"--- {name}: {seconds:.0f} s")
     if failed:
         note(f"failed: {', '.join(failed)}")
     sys.exit(bool(failed))
