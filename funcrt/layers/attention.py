@@ -54,10 +54,10 @@ class Attention(Part):
         """Queries `[B, H, T, D]`, keys and values `[B, K, T, D]`, normed and turned."""
         heads, kv = self.heads, self.kv_heads
         qkv = split_heads(self.qkv(run, x), heads + 2 * kv)
-        qk, v = qkv[:, : heads + kv], qkv[:, heads + kv :]
+        qk, v = mx.split(qkv, [heads + kv], axis=1)
         if self.q_norm is None and self.k_norm is None:
-            qk = self.turn(run, qk)  # one rotation for both
-            return qk[:, :heads], qk[:, heads:], v
+            q, k = mx.split(self.turn(run, qk), [heads], axis=1)  # one rotation for both
+            return q, k, v
         return *self.norm_and_turn(run, qk[:, :heads], qk[:, heads:]), v
 
     def norm_and_turn(self, run: Run, q: mx.array, k: mx.array) -> tuple[mx.array, mx.array]:
@@ -71,12 +71,12 @@ class Attention(Part):
         return x if self.rope is None else run.rotary(self.rope, self.head_dim)(x)
 
     def look(self, run: Run, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-        """What queries see, all three as `project` gives them: `[B, T, H D]`."""
+        """What queries see, all three as `project` gives them: `[B, T, H D]`, or flat."""
         out = run.attend(
             self.layer, q, k, v, scale=self.scale, softcap=self.softcap, window=self.window,
             sinks=None if self.sinks is None else run.params[self.sinks],
         )  # fmt: skip
-        return join_heads(out)
+        return join_heads(out, run.flat)
 
     def tensors(self) -> ParamSpec:
         return {} if self.sinks is None else {self.sinks: (self.heads,)}

@@ -41,6 +41,8 @@ class Run:
     Attributes:
         call: where the tokens go.
         attend: attention over the cache; it holds the new state.
+        by_row: rows choose among changes of matrices.
+        flat: activations are `[B, E]`, of one token for each row, see `Network.hidden`.
     """
 
     def __init__(
@@ -51,8 +53,10 @@ class Run:
         positions: mx.array | None,
         dtype: mx.Dtype,
     ) -> None:
-        self.params = low_rank.choose(params, state[ROWS]) if ROWS in state else params
+        self.by_row = ROWS in state
+        self.params = low_rank.choose(params, state[ROWS]) if self.by_row else params
         self.dtype = dtype
+        self.flat = False
         self.call: Placement = place(mask, state["lengths"], positions)
         if any(kind_of(name) == "recurrent" for name in state):
             check_recurrent(self.call)

@@ -111,16 +111,18 @@ def attend_by_products(
 
 
 def split_heads(x: mx.array, heads: int) -> mx.array:
-    """`[B, T, N D]` -> `[B, N, T, D]`."""
-    batch, tokens, _ = x.shape
-    if tokens == 1:  # the same values in the same order
+    """`[B, T, N D]` -> `[B, N, T, D]`; `[B, N D]` is one token of each row."""
+    batch = x.shape[0]
+    if x.ndim == 2 or x.shape[1] == 1:  # the same values in the same order
         return x.reshape(batch, heads, 1, -1)
-    return x.reshape(batch, tokens, heads, -1).swapaxes(1, 2)
+    return x.reshape(batch, x.shape[1], heads, -1).swapaxes(1, 2)
 
 
-def join_heads(x: mx.array) -> mx.array:
-    """`[B, N, T, D]` -> `[B, T, N D]`."""
+def join_heads(x: mx.array, flat: bool = False) -> mx.array:
+    """`[B, N, T, D]` -> `[B, T, N D]`; `flat` ones of one token `[B, N D]`."""
     batch, _, tokens, _ = x.shape
+    if flat:
+        return x.reshape(batch, -1)
     if tokens == 1:
         return x.reshape(batch, 1, -1)
     return x.swapaxes(1, 2).reshape(batch, tokens, -1)

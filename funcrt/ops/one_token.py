@@ -2,9 +2,10 @@
 
 MLX's own attention with a mask goes through cuDNN there: 15 to 20 us of the host's time a call, and
 every slot of the cache is read. This kernel takes 4 us, and its work grows with what is held.
-A block has the query heads of one key head, over one share of the slots. 8 values make a load of
-16 bytes, D / 8 lanes a slot; each such group of lanes goes through slots of its own, and keeps its
-own softmax (arXiv:1805.02867) until all are put together.
+A block has the query heads of one key head, over one share of the slots; the blocks of all shares
+are a cluster, which reads each other's shared memory. 8 values make a load of 16 bytes, D / 8 lanes
+a slot; each such group of lanes goes through slots of its own, and keeps its own softmax
+(arXiv:1805.02867) until all are put together.
 """
 
 from __future__ import annotations
@@ -19,21 +20,28 @@ import mlx.core as mx
 
 _WIDTHS = (64, 128, 256)
 _MOST_HEADS = 8  # of one key head: what they add up is in registers
-_WARPS = 8  # of a block: each thread may then have all the registers that there are
 _SHARED = 8192  # float32 values of shared memory
-_LONGEST_SHARE = 4096  # slots: about 10 us; putting shares together takes as long
-_BLOCKS = 264  # two for each multiprocessor of an H100 or H200
+_BLOCKS = 132  # one for each multiprocessor of an H100 or H200
+_SHORTEST_SHARE = 128  # slots
+_SHARES = 8  # what every GPU with clusters takes
+_CLUSTERS_FROM = 9  # compute capability
+
+_HEADER = """
+#undef __global__
+#define __global__ __attribute__((global)) __cluster_dims__(1, 1, SHARES)
+"""
 
 _SOURCE = """
   constexpr int LANES = D / 8;
   constexpr int TOGETHER = 32 / LANES;        // slots that a warp looks at together
   constexpr int STEP = WARPS * TOGETHER;      // ... and a block
-  constexpr int AHEAD = G > 4 ? 2 : 4;        // of each group of lanes, in flight
+  constexpr int AHEAD = 2;                    // of each group of lanes, in flight
   constexpr unsigned ALL = 0xffffffffu;
   constexpr float NOTHING = -1e30f;
   __shared__ float sums[WARPS][G][D];
   __shared__ float bests[WARPS][G];
   __shared__ float totals[WARPS][G];
+  PARTS
 
   const int head = blockIdx.x, row = blockIdx.y, share = blockIdx.z;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -133,7 +141,6 @@ _SOURCE = """
     }
   }
   __syncthreads();
-  const long long place = ((long long)row * gridDim.x + head) * SHARES + share;
   for (int n = threadIdx.x; n < G * D; n += blockDim.x) {
     const int g = n / D, d = n % D;
     float top = NOTHING, value = 0.0f, all = 0.0f;
@@ -145,13 +152,29 @@ _SOURCE = """
     }
     FINISH
   }
+  GATHER
 """
-_WHOLE = "out[place * G * D + n] = static_cast<T>(value / all);"
-_SHARE = """out[place * G * D + n] = value;
+_FINISH = "out[((long long)row * gridDim.x + head) * G * D + n] = static_cast<T>(value / all);"
+_KEEP = """part[g][d] = value;
     if (d == 0) {
-      stats[(place * G + g) * 2] = top;
-      stats[(place * G + g) * 2 + 1] = all;
+      part_best[g] = top;
+      part_total[g] = all;
     }"""
+_PARTS = "__shared__ float part[G][D], part_best[G], part_total[G];"
+_GATHER = """cg::cluster_group cluster = cg::this_cluster();
+  cluster.sync();
+  for (int n = share * blockDim.x + threadIdx.x; n < G * D; n += SHARES * blockDim.x) {
+    const int g = n / D, d = n % D;
+    float top = NOTHING, value = 0.0f, all = 0.0f;
+    for (int r = 0; r < SHARES; ++r) top = fmaxf(top, *cluster.map_shared_rank(&part_best[g], r));
+    for (int r = 0; r < SHARES; ++r) {
+      const float its = exp2f(*cluster.map_shared_rank(&part_best[g], r) - top);
+      value += *cluster.map_shared_rank(&part[g][d], r) * its;
+      all += *cluster.map_shared_rank(&part_total[g], r) * its;
+    }
+    out[((long long)row * gridDim.x + head) * G * D + n] = static_cast<T>(value / all);
+  }
+  cluster.sync();  // nobody may leave while others read what it has"""
 
 
 def supports(q: mx.array, keys: mx.array, values: mx.array) -> bool:
@@ -181,15 +204,10 @@ def attend(q: mx.array, keys: mx.array, values: mx.array, mask: mx.array, scale:
     """
     batch, heads, _, width = q.shape
     groups, capacity = keys.shape[1:3]
-    shares = max(1, min(_BLOCKS // (batch * groups), capacity // _LONGEST_SHARE))
-    each = heads // groups
-    warps = min(_WARPS, _SHARED // (each * width))
+    each, shares = heads // groups, _choose_shares(batch * groups, capacity)
+    warps = min(16 if each <= 4 else 8, _SHARED // (each * width))
     bits = struct.unpack("i", struct.pack("f", scale * math.log2(math.e)))[0]
-    shapes, dtypes = [q.shape], [q.dtype]
-    if shares > 1:
-        partial = (batch, groups, shares, each)
-        shapes, dtypes = [(*partial, width), (*partial, 2)], [mx.float32, mx.float32]
-    outputs = _kernel(shares > 1)(
+    out: mx.array = _kernel(shares)(
         inputs=[q, keys, values, mask],
         template=[
             ("T", q.dtype), ("D", width), ("G", each), ("WARPS", warps), ("SHARES", shares),
@@ -197,27 +215,40 @@ def attend(q: mx.array, keys: mx.array, values: mx.array, mask: mx.array, scale:
         ],
         grid=(groups * warps * 32, batch, shares),
         threadgroup=(warps * 32, 1, 1),
-        output_shapes=shapes,
-        output_dtypes=dtypes,
-    )  # fmt: skip
-    return outputs[0] if shares == 1 else _put_together(*outputs).astype(q.dtype).reshape(q.shape)
+        output_shapes=[q.shape],
+        output_dtypes=[q.dtype],
+    )[0]  # fmt: skip
+    return out
 
 
-def _put_together(sums: mx.array, stats: mx.array) -> mx.array:
-    """`[B, K, SHARES, G, D]` of shares that each have their own best score -> `[B, K, G, D]`."""
-    best, total = stats[..., :1], stats[..., 1:]
-    weight = mx.exp((best - mx.max(best, axis=2, keepdims=True)) * math.log(2))
-    return mx.sum(sums * weight, axis=2) / mx.sum(total * weight, axis=2)
+def _choose_shares(blocks: int, capacity: int) -> int:
+    """How many blocks look at the slots of one key head, so that all multiprocessors work."""
+    if int(mx.device_info().get("compute_capability_major", 0)) < _CLUSTERS_FROM:
+        return 1
+    shares = 1
+    while (
+        shares < _SHARES
+        and 2 * shares * blocks <= _BLOCKS
+        and capacity >= 2 * shares * _SHORTEST_SHARE
+    ):
+        shares *= 2
+    return shares
 
 
 @lru_cache
-def _kernel(in_shares: bool) -> Callable[..., Any]:
+def _kernel(shares: int) -> Callable[..., Any]:
     """MLX keeps what it compiled by source, also on disk."""
+    alone = {"PARTS": "", "FINISH": _FINISH, "GATHER": ""}
+    shared = {"PARTS": _PARTS, "FINISH": _KEEP, "GATHER": _GATHER}
+    source = _SOURCE
+    for name, text in (alone if shares == 1 else shared).items():
+        source = source.replace(name, text)
     kernel: Callable[..., Any] = mx.fast.cuda_kernel(  # type: ignore[assignment]
-        name="funcrt_attend_shares" if in_shares else "funcrt_attend",
+        name=f"funcrt_attend_{shares}",
         input_names=["q", "keys", "values", "mask"],
-        output_names=["out", "stats"] if in_shares else ["out"],
-        source=_SOURCE.replace("FINISH", _SHARE if in_shares else _WHOLE),
+        output_names=["out"],
+        source=source,
+        header="" if shares == 1 else _HEADER.replace("SHARES", str(shares)),
         ensure_row_contiguous=False,
     )
     return kernel
