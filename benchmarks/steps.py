@@ -35,7 +35,7 @@ def run_case(source: str, vocab_size: int, count: int, rounds: int) -> dict[str,
     size = -(-(PROMPT_TOKENS + count + 1) // 256) * 256
     plan = {"batch": [1], "tokens": [PROMPT_TOKENS], "capacity": [size]}
     warm, *measured = draw([PROMPT_TOKENS], 1 + rounds, vocab_size)
-    with Team({NAME: Spec("compiled", source, plan)}) as team:
+    with Team({NAME: Spec("compiled", source, plan, one_thread=True)}) as team:
         team.warm(warm, 4)
         runs = team.alternate(measured, count + 1)[NAME]
     found = [compare(run["token_s"]) for run in runs]

@@ -27,6 +27,7 @@ class Spec:
         same_blas: mlx-lm gets the BLAS that funcrt loads.
         batch: rows that a batch of mlx-lm decodes together.
         speculate: the option of that name.
+        one_thread: of the BLAS. With a tiny model more of them only wait for each other.
     """
 
     kind: str
@@ -36,6 +37,7 @@ class Spec:
     same_blas: bool = False
     batch: int = 32
     speculate: str | None = None
+    one_thread: bool = False
 
 
 def _mlx_peak() -> int:

@@ -41,19 +41,19 @@ class Worker:
     Args:
         name: what it is called.
         spec: how it is made.
-        environment: variables of its process.
     """
 
-    def __init__(self, name: str, spec: Spec, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, name: str, spec: Spec) -> None:
         command = [sys.executable, "-m", "benchmarks.workers", json.dumps(asdict(spec))]
         self.name = name
-        # mlx-lm as installed does not get the BLAS that funcrt would load.
-        plain = spec.kind.startswith("mlx-lm") and not spec.same_blas
-        kernels = {"MLX_PTX_CACHE_DIR": str(kernel_folder(name))}
+        environment = {**os.environ, "MLX_PTX_CACHE_DIR": str(kernel_folder(name))}
+        if spec.kind.startswith("mlx-lm") and not spec.same_blas:
+            environment["FUNCRT_BLAS"] = "none"  # as it is installed
+        if spec.one_thread:
+            environment["OPENBLAS_NUM_THREADS"] = "1"
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
-            env={**os.environ, **kernels, **({"FUNCRT_BLAS": "none"} if plain else {}),
-                 **(environment or {})},
+            env=environment,
         )  # fmt: skip
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._listener = threading.Thread(target=self._listen, daemon=True)
