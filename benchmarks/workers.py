@@ -10,6 +10,7 @@ answers `{"failed": REASON}` once.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -62,8 +63,8 @@ def measure(subject: Subject, prompts: Prompts, max_tokens: int) -> dict[str, An
 
 def main() -> None:
     """Answer requests until standard input ends."""
-    answers = sys.stdout
-    sys.stdout = sys.stderr  # libraries may print; answers must stay parseable
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries may print, in C too; answers must stay parseable
 
     def answer(what: dict[str, Any]) -> None:
         print(json.dumps(what), file=answers, flush=True)
