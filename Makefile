@@ -15,7 +15,7 @@ MIN_PYTHON := import sys; sys.exit(sys.version_info < (3, 10))
 CANDIDATES := python3 python3.13 python3.12 python3.11 python3.10 python
 PYTHON ?= $(shell for p in $(CANDIDATES); do $$p -c '$(MIN_PYTHON)' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help demo cpp test test-long test-families test-all-modules lint format bench bench-full reference pins clean
+.PHONY: help demo cpp test test-long test-families test-all-modules lint format bench bench-full bench-cuda reference pins clean
 .DEFAULT_GOAL := help
 
 help:  ## list these targets
@@ -56,12 +56,28 @@ format: $(VENV)/.installed  ## let ruff format and fix what it can
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-bench: $(VENV)/.installed-bench  ## measure speed against mlx-lm (minutes)
-	@$(BIN)/python -m benchmarks.cpu
-	@$(BIN)/python -m benchmarks.batching
+BENCH := $(BIN)/python -m benchmarks
 
-bench-full: bench  ## the same, and whether engines stay as fast and small as they begin
-	@$(BIN)/python -m benchmarks.endurance
+bench: $(VENV)/.installed-bench  ## measure speed against mlx-lm (a quarter of an hour)
+	@$(BENCH).sequence
+	@$(BENCH).ragged
+	@$(BENCH).speculation
+	@$(BENCH).families
+	@$(BENCH).cold
+	@$(BENCH).steps
+	@$(BENCH).report
+
+bench-full: bench  ## the same with long prompts and all batches, and whether engines stay as fast and small as they begin
+	@$(BENCH).sequence --long
+	@$(BENCH).ragged --batches
+	@$(BENCH).families --llama-1b
+	@$(BENCH).profiling
+	@$(BENCH).endurance
+	@$(BENCH).report
+
+bench-cuda: $(VENV)/.installed-bench  ## measure everything on a CUDA GPU (half an hour on an H200; EXTRA=cuda)
+	@$(BENCH).cuda
+	@$(BENCH).report
 
 # make_gguf.py needs the sources of llama.cpp besides, and is run by hand.
 # torch and transformers stay out of .venv: they are needed only to make the committed golden files again.

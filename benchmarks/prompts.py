@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 TEXT = """
@@ -56,3 +57,9 @@ def cut(ids: Sequence[int], lengths: Sequence[int], rounds: int) -> list[list[li
     return [
         [circle[start : start + n] for start, n in zip(row, lengths, strict=True)] for row in rows
     ]
+
+
+def draw(lengths: Sequence[int], rounds: int, vocab_size: int) -> list[list[list[int]]]:
+    """For each round one prompt of every length, of random ids: for models of random weights."""
+    rng = random.Random(0)
+    return [[[rng.randrange(vocab_size) for _ in range(n)] for n in lengths] for _ in range(rounds)]

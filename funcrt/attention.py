@@ -6,55 +6,16 @@ cache a layer has, and keeps the new arrays.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from funcrt import ops
-from funcrt.cache import CacheState, Placement, give_sight, write, write_rows
+from funcrt.cache import CacheState, Placement, find_sight, give_sight, write, write_rows
 from funcrt.cache.layout import PARTS, kv_group_size
 from funcrt.errors import CacheError, InputError
+from funcrt.machine import is_on_cuda
+from funcrt.ops import one_token
+from funcrt.ops.attention import Dense, Packed, Scoring, attend, attend_by_products, hide
 from funcrt.params import Quantization
 
 import mlx.core as mx
-
-
-class Scoring(NamedTuple):
-    """How scores become weights: scaled, capped, then softmax beside the sinks.
-
-    Attributes:
-        scale: of the scores.
-        softcap: see `ops.soft_cap`; None leaves them.
-        sinks: `[H]`, see `ops.masked_softmax`; or None.
-    """
-
-    scale: float
-    softcap: float | None = None
-    sinks: mx.array | None = None
-
-
-class _Dense(NamedTuple):
-    """Keys or values as they are."""
-
-    array: mx.array
-
-    def multiply(self, x: mx.array, transpose: bool) -> mx.array:
-        """`x @ self` or `x @ self.T`, with the heads of x as they are here."""
-        return x @ (self.array.swapaxes(-1, -2) if transpose else self.array)
-
-
-class _Packed(NamedTuple):
-    """Keys or values of a quantized cache."""
-
-    weight: mx.array
-    scales: mx.array
-    biases: mx.array
-    packing: Quantization
-
-    def multiply(self, x: mx.array, transpose: bool) -> mx.array:
-        """`x @ self` or `x @ self.T`, with the heads of x as they are here."""
-        return mx.quantized_matmul(
-            x, self.weight, self.scales, self.biases, transpose=transpose,
-            group_size=self.packing.group_size, bits=self.packing.bits,
-        )  # fmt: skip
 
 
 class Attend:
@@ -72,6 +33,7 @@ class Attend:
         self._call = call
         self._old = state
         self._masks: dict[tuple[int | None, bool, int | None], mx.array] = {}
+        self._hiding: dict[tuple[int | None, bool, int | None, mx.Dtype], mx.array] = {}
         self._ring_slots: dict[int, mx.array] = {}
         self.state: CacheState = dict(state)
         self.state["lengths"] = call.lengths
@@ -124,19 +86,19 @@ class Attend:
         name, scoring = f"layers.{layer}", Scoring(scale, softcap, sinks)
         if f"{name}.ring_keys" in self._old:
             return self._attend_ring(name, q, k, v, scoring, window, both_sides)
-        mask = self._mask(window, both_sides, None)
         if f"{name}.keys.scales" in self._old:
             packing = self._packing(name, q.shape[-1])
             packed = [
                 self._write_packed(f"{name}.{part}", new, packing)
                 for part, new in zip(PARTS, (k, v), strict=True)
             ]
-            return _attend_by_products(q, packed[0], packed[1], mask, scoring)
+            mask = self._mask(window, both_sides, None)
+            return attend_by_products(q, packed[0], packed[1], mask, scoring)
         keys, values = (
             self._write(f"{name}.{part}", new, self._call.slots)
             for part, new in zip(PARTS, (k, v), strict=True)
         )
-        return _attend(q, keys, values, mask, scoring)
+        return self._look(q, keys, values, scoring, window, both_sides, None)
 
     def latent(
         self,
@@ -186,13 +148,13 @@ class Attend:
         bits = self._old[f"{name}.keys"].shape[-1] * 32 // width
         return Quantization(bits, kv_group_size(width))
 
-    def _write_packed(self, name: str, new: mx.array, packing: Quantization) -> _Packed:
+    def _write_packed(self, name: str, new: mx.array, packing: Quantization) -> Packed:
         pieces = mx.quantize(new, group_size=packing.group_size, bits=packing.bits)
         weight, scales, biases = (
             self._write(f"{name}{suffix}", piece, self._call.slots)
             for suffix, piece in zip(("", ".scales", ".biases"), pieces, strict=True)
         )
-        return _Packed(weight, scales, biases, packing)
+        return Packed(weight, scales, biases, packing)
 
     def _attend_ring(
         self,
@@ -216,7 +178,27 @@ class Attend:
         slots = self._slots_in_ring(size)
         keys = self._write(f"{name}.ring_keys", k, slots)
         values = self._write(f"{name}.ring_values", v, slots)
-        return _attend(q, keys, values, self._mask(window, both_sides, size), scoring)
+        return self._look(q, keys, values, scoring, window, both_sides, size)
+
+    def _look(
+        self,
+        q: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scoring: Scoring,
+        window: int | None,
+        both_sides: bool,
+        ring: int | None,
+    ) -> mx.array:
+        mask, key = self._mask(window, both_sides, ring), (window, both_sides, ring, q.dtype)
+        if scoring.softcap is not None:
+            return attend_by_products(q, Dense(keys), Dense(values), mask, scoring)
+        plain = scoring.sinks is None and self._call.causal
+        if plain and is_on_cuda() and one_token.supports(q, keys, values):
+            return one_token.attend(q, keys, values, mask, scoring.scale)
+        if key not in self._hiding:
+            self._hiding[key] = hide(mask, q.dtype)
+        return attend(q, keys, values, self._hiding[key], scoring)
 
     def _slots_in_ring(self, ring: int) -> mx.array:
         """Int32 `[B, T]`: where each packed token is written; the ring's scratch for padding."""
@@ -229,6 +211,8 @@ class Attend:
     def _mask(self, window: int | None, both_sides: bool, ring: int | None) -> mx.array:
         """Bool `[B, 1, T, S or R + 1]`; layers alike share one."""
         key = (window, both_sides, ring)
+        if key not in self._masks and window is None and ring is None:
+            self._masks[key] = find_sight(self._call)
         if key not in self._masks:
             mask, keys, slots = self._call.visible, self.state.get("positions"), self._call.slots
             if window is not None and keys is None:
@@ -264,36 +248,3 @@ class Attend:
         mask = mx.take_along_axis(mask, index[:, None, None, :], axis=3)
         keys = mx.take_along_axis(self.state["positions"], index, axis=1)
         return mask & held[:, None, None, :], keys
-
-
-def _attend(
-    q: mx.array, keys: mx.array, values: mx.array, mask: mx.array, scoring: Scoring
-) -> mx.array:
-    """Queries `[B,H,T,D]`, keys and values `[B,K,S,D]`, mask bool `[B,1,T,S]` -> `[B,H,T,D]`."""
-    if scoring.softcap is not None:  # which MLX's fused attention does not know
-        return _attend_by_products(q, _Dense(keys), _Dense(values), mask, scoring)
-    sinks = None if scoring.sinks is None else scoring.sinks.astype(q.dtype)
-    return mx.fast.scaled_dot_product_attention(
-        q, keys, values, scale=scoring.scale, mask=mask, sinks=sinks
-    )
-
-
-def _attend_by_products(
-    q: mx.array, keys: _Dense | _Packed, values: _Dense | _Packed, mask: mx.array, scoring: Scoring
-) -> mx.array:
-    batch, heads, tokens, width = q.shape
-    stored = keys.array if isinstance(keys, _Dense) else keys.weight
-    groups = stored.shape[1]
-    # Query heads that share a key head go into the token axis: broadcasting the cache to all heads
-    # would copy it.
-    folded = (q * scoring.scale).reshape(batch, groups, -1, width)
-    scores = keys.multiply(folded, transpose=True)
-    scores = scores.reshape(batch, groups, heads // groups, tokens, -1)
-    if scoring.softcap is not None:
-        scores = ops.soft_cap(scores, scoring.softcap)
-    sinks = scoring.sinks
-    if sinks is not None:
-        sinks = sinks.reshape(groups, -1, 1, 1)  # [K,H/K,1,1]
-    weights = ops.masked_softmax(scores, mask[:, :, None], sinks)
-    weights = weights.reshape(batch, groups, -1, weights.shape[-1])
-    return values.multiply(weights, transpose=False).reshape(batch, heads, tokens, width)

@@ -12,7 +12,12 @@ import mlx.core as mx
 
 
 def available_memory() -> int:
-    """Bytes that a process may still take without swapping (total memory where unknown)."""
+    """Bytes that a process may still take: of the GPU with CUDA, without swapping elsewhere.
+
+    All of the memory where nothing tells.
+    """
+    if is_on_cuda() and "free_memory" in (device := mx.device_info()):
+        return int(device["free_memory"]) + mx.get_cache_memory()
     free = _read_proc("/proc/meminfo", "MemAvailable:")
     return free or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
@@ -26,6 +31,11 @@ def device_name() -> str:
     """What MLX calls the default device, such as "NVIDIA H200", or the name of the processor."""
     name = mx.device_info(mx.default_device()).get("device_name")
     return str(name or platform.processor() or platform.machine())
+
+
+def is_on_cuda() -> bool:
+    """Whether that is one that MLX runs through CUDA."""
+    return is_on_gpu() and not mx.metal.is_available()
 
 
 def peak_memory() -> int:

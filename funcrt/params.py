@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from funcrt import low_rank
 from funcrt.errors import ParamsError, some_of
 from funcrt.low_rank import Places
-from funcrt.machine import available_memory
+from funcrt.machine import available_memory, is_on_cuda
 from funcrt.packing import (
     PARTS,
     Quantization,
@@ -40,6 +40,7 @@ Fusions = dict[str, tuple[str, ...]]
 
 FLOATS = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 _NOWHERE = Places()
+_EASILY = 0.3
 _STACKED = (*PARTS, "bias")
 # Never cast: what is added to scores of which small differences decide.
 _EXACT = (".e_score_correction_bias",)
@@ -234,15 +235,28 @@ def choose_dtype(params: Mapping[str, mx.array], wanted: mx.Dtype | str | None =
 
 
 def choose_preparation(config_dtype: str, params: Params, fusions: Fusions) -> Preparation:
-    """Dense weights on CPU when they fit (its packed products are slow), packed ones elsewhere."""
+    """Dense weights where they fit easily, packed ones elsewhere, and on Metal.
+
+    On a CPU MLX's packed products are slow. On an H200 dense ones are at least as quick: 62 us
+    against 85 for one row of [4096] -> [28672], and twice as quick in a whole model at 16 rows.
+    """
     on_cpu = mx.default_device().type == mx.DeviceType.cpu
-    return Preparation(config_dtype, dequantize=on_cpu and _fits_dense(params), fusions=fusions)
+    dense = _fits_dense(params) if on_cpu else is_on_cuda() and _fits_easily(params, config_dtype)
+    return Preparation(config_dtype, dequantize=dense, fusions=fusions)
 
 
 def _fits_dense(params: Mapping[str, mx.array]) -> bool:
-    values = sum(
+    return _count_values(params) * 4 < 0.7 * available_memory()
+
+
+def _fits_easily(params: Mapping[str, mx.array], dtype: str) -> bool:
+    """Packed weights were not chosen for nothing: caches and larger batches need memory, too."""
+    return _count_values(params) * FLOATS[dtype].size < _EASILY * available_memory()
+
+
+def _count_values(params: Mapping[str, mx.array]) -> int:
+    return sum(
         # At least two bits a value: an upper bound that needs no spec.
         array.size * (16 if array.dtype == mx.uint32 else 1)
         for array in params.values()
     )
-    return values * 4 < 0.7 * available_memory()

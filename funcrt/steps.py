@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from funcrt import guesses, masks, sampling
 from funcrt.buckets import Bucket
-from funcrt.cache import CacheState, grow, kind_of, state_size
+from funcrt.cache import (
+    CacheState,
+    Placement,
+    Sight,
+    grow,
+    kind_of,
+    place_causal,
+    state_size,
+)
 from funcrt.config import ModelConfig
 from funcrt.params import FLOATS, Params
 from funcrt.sampling import Sampled
@@ -144,7 +152,7 @@ def forward(
     config: ModelConfig,
     params: Params,
     tokens: mx.array,
-    mask: mx.array,
+    mask: Sight,
     cache_state: CacheState,
     positions: mx.array | None = None,
 ) -> ForwardOutput:
@@ -169,8 +177,7 @@ def make_step(
     def prefill(
         params: Params, tokens: mx.array, valid: mx.array, state: CacheState
     ) -> tuple[mx.array, CacheState]:
-        mask = masks.causal(valid, state["lengths"], state_size(state)[1])
-        return last_logits(params, tokens, valid, mask, state)
+        return last_logits(params, tokens, valid, causal(valid, state), state)
 
     def prefill_block(
         params: Params, tokens: mx.array, block: mx.array, state: CacheState
@@ -179,7 +186,7 @@ def make_step(
         return last_logits(params, tokens, mx.any(block, axis=2), mask, state)
 
     def last_logits(
-        params: Params, tokens: mx.array, valid: mx.array, mask: mx.array, state: CacheState
+        params: Params, tokens: mx.array, valid: mx.array, mask: Sight, state: CacheState
     ) -> tuple[mx.array, CacheState]:
         x, state = family.hidden(config, params, tokens, mask, state)
         # The last real token of each row: only its logits are wanted, V is wide.
@@ -191,8 +198,8 @@ def make_step(
     def next_logits(
         params: Params, token: mx.array, active: mx.array, state: CacheState
     ) -> tuple[mx.array, CacheState]:
-        mask = masks.causal(active[:, None], state["lengths"], state_size(state)[1])
-        x, state = family.hidden(config, params, token[:, None], mask, state)
+        call = causal(active[:, None], state)
+        x, state = family.hidden(config, params, token[:, None], call, state)
         return family.unembed(config, params, x[:, 0]), state
 
     def decode(params: Params, token: mx.array, active: mx.array, *rest: Any) -> tuple[Any, ...]:
@@ -227,8 +234,7 @@ def make_step(
     def all_logits(
         params: Params, tokens: mx.array, valid: mx.array, state: CacheState
     ) -> tuple[mx.array, CacheState]:
-        mask = masks.causal(valid, state["lengths"], state_size(state)[1])
-        return forward(family, config, params, tokens, mask, state)
+        return forward(family, config, params, tokens, causal(valid, state), state)
 
     def keep_emitted(
         params: Params, tokens: mx.array, emitted: mx.array, before: CacheState, after: CacheState
@@ -236,11 +242,14 @@ def make_step(
         """The state `after` a call with guesses, without the wrong ones."""
         if any(kind_of(name) == "recurrent" for name in before):
             # It has seen them all and cannot go back; nothing of the first run's state is used.
-            mask = masks.causal(emitted, before["lengths"], state_size(before)[1])
-            state: CacheState = family.hidden(config, params, tokens, mask, before)[1]
+            call = causal(emitted, before)
+            state: CacheState = family.hidden(config, params, tokens, call, before)[1]
             return state
         kept = before["lengths"] + mx.sum(emitted.astype(mx.int32), axis=1)
         return {**after, "lengths": kept}  # a `trim` that needs no check
+
+    def causal(valid: mx.array, state: CacheState) -> Placement:
+        return place_causal(valid, state["lengths"], state_size(state)[1])
 
     def sample(logits: mx.array, positions: mx.array, *values: mx.array) -> tuple[Any, ...]:
         return _outputs("sample", sampling.sample(logits, _settings(values), positions))

@@ -242,7 +242,7 @@ def test_a_cleared_row_is_as_new(kind: str, form: str) -> None:
         (lambda s: cache.select(s, mx.array([True, False, True])), "expected integers"),
         (lambda s: cache.clear(s, i32(-1)), "rows are 0 to 2"),
         (lambda s: cache.insert(s, 0, s, 4), "other_row: rows are 0 to 2"),
-        (lambda s: cache.insert(s, [0, 1], s, 2), "one row at a time"),
+        (lambda s: cache.insert(s, [0, 1], s, 2), "1 other rows for 2 rows"),
         (lambda s: cache.shrink(s, 64), "from 2 to 48, the present, got 64"),
         (lambda s: cache.shrink(s, 1), "from 2 to 48, the present, got 1"),
         (lambda s: cache.join([]), "at least one state"),

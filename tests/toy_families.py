@@ -93,7 +93,7 @@ def hidden(
     config: ModelConfig,
     params: Params,
     tokens: mx.array,
-    mask: mx.array,
+    mask: cache.Sight,
     cache_state: CacheState,
     positions: mx.array | None = None,
 ) -> tuple[mx.array, CacheState]:

@@ -18,6 +18,7 @@ from funcrt.cache import (
     CacheSpec,
     CacheState,
     Placement,
+    Sight,
     check_call,
     check_recurrent,
     pack,
@@ -87,7 +88,7 @@ class ModuleFamily:
         config: ModelConfig,
         params: Params,
         tokens: mx.array,
-        mask: mx.array,
+        mask: Sight,
         cache_state: CacheState,
         positions: mx.array | None = None,
     ) -> tuple[mx.array, CacheState]:

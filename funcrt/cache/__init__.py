@@ -29,10 +29,13 @@ from funcrt.cache.layout import (
 )
 from funcrt.cache.placement import (
     Placement,
+    Sight,
     check_call,
+    find_sight,
     give_sight,
     pack,
     place,
+    place_causal,
     unpack,
 )
 from funcrt.cache.rollback import can_trim, keep, restore, snapshot, trim
@@ -45,6 +48,7 @@ __all__ = [
     "CacheSpec",
     "CacheState",
     "Placement",
+    "Sight",
     "attention_entries",
     "can_trim",
     "check_call",
@@ -53,6 +57,7 @@ __all__ = [
     "check_state",
     "clear",
     "conv_window",
+    "find_sight",
     "fork",
     "give_sight",
     "grow",
@@ -66,6 +71,7 @@ __all__ = [
     "load_tokens",
     "pack",
     "place",
+    "place_causal",
     "reset",
     "restore",
     "row_entries",

@@ -16,6 +16,7 @@ Kinds, told apart by the last part of an array's name:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
 from funcrt.errors import CacheError
@@ -173,11 +174,13 @@ def _last_sizes(spec: CacheSpec, name: str) -> tuple[int, int]:
     return slots, width
 
 
+@lru_cache(maxsize=1 << 12)  # names are looked at in every call
 def kind_of(name: str) -> str:
     """The kind of cache that the array `name` belongs to."""
     return _KINDS.get(name.rsplit(".", maxsplit=1)[-1], "recurrent")
 
 
+@lru_cache(maxsize=1 << 12)
 def slot_axis(name: str) -> int | None:
     """The axis of the array `name` that has S slots, or None."""
     return _SLOT_AXIS.get(kind_of(name))
@@ -213,15 +216,19 @@ def check_state(spec: CacheSpec, state: Mapping[str, mx.array]) -> CacheState:
     if unknown := sorted(state.keys() - set(names)):
         listed = ", ".join(unknown[:4])
         raise CacheError(f"cache of another model or layout: unknown arrays {listed}")
-    batch, capacity = state_size(state)
-    for entry in spec:
-        array, expected = state[entry.name], entry.sizes(batch, capacity)
-        if array.shape != expected or array.dtype != DTYPES[entry.dtype]:
+    for name, (shape, dtype) in zip(names, _sizes(spec, *state_size(state)), strict=True):
+        array = state[name]
+        if array.shape != shape or array.dtype != DTYPES[dtype]:
             raise CacheError(
-                f"cache {entry.name}: expected {entry.dtype} {list(expected)}, "
+                f"cache {name}: expected {dtype} {list(shape)}, "
                 f"got {array.dtype} {list(array.shape)}"
             )
     return {name: state[name] for name in names}
+
+
+@lru_cache(maxsize=256)  # asked for in every call
+def _sizes(spec: CacheSpec, batch: int, capacity: int) -> list[tuple[tuple[int, ...], str]]:
+    return [(entry.sizes(batch, capacity), entry.dtype) for entry in spec]
 
 
 def state_size(state: Mapping[str, mx.array]) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from funcrt.cache.layout import CacheState, state_size
 from funcrt.errors import InputError
@@ -28,6 +28,7 @@ class Placement(NamedTuple):
             index.
         offset: int32 `[B]`, lengths before the call.
         lengths: int32 `[B]`, lengths after the call.
+        causal: known to be such that each real token sees all slots up to its own.
     """
 
     order: mx.array | None
@@ -38,36 +39,33 @@ class Placement(NamedTuple):
     positions: mx.array | None
     offset: mx.array
     lengths: mx.array
+    causal: bool = False
 
 
-def place(mask: mx.array, lengths: mx.array, positions: mx.array | None = None) -> Placement:
+Sight: TypeAlias = mx.array | Placement
+"""What tokens see: a mask bool `[B, 1, T, S]`, or what was made of one already."""
+
+
+def place(mask: Sight, lengths: mx.array, positions: mx.array | None = None) -> Placement:
     """Decide padding, slots and visibility for one call.
 
     Args:
-        mask: bool `[B, 1, T, S]` in the caller's token order.
+        mask: bool `[B, 1, T, S]` in the caller's token order; what is placed stays as it is.
         lengths: int32 `[B]` before the call.
         positions: int32 `[B, T]` in the caller's order, replacing slot positions.
     """
-    _, _, tokens, capacity = mask.shape
-    step = mx.arange(tokens, dtype=mx.int32)
+    if isinstance(mask, Placement):
+        return mask
     real = mx.any(mask, axis=(1, 3))  # [B,T]
-    count = mx.sum(real.astype(mx.int32), axis=1)  # [B]
-    order = back = None
-    if tokens > 1:
-        # Unique keys make the sort stable whatever the backend's algorithm.
-        keys = mx.where(real, step, step + _BEYOND_ANY_CALL)
-        order = mx.argsort(keys, axis=1).astype(mx.int32)
-        back = mx.argsort(order, axis=1).astype(mx.int32)
+    order, back, real, count = _pack(real)
+    if order is not None:
         mask = mx.take_along_axis(mask, order[:, None, :, None], axis=2)
         if positions is not None:
             positions = mx.take_along_axis(positions, order, axis=1)
-        real = step < count[:, None]
     if positions is not None:
         positions = mx.where(real, positions, 0)  # rope may depend on the largest of a row
-    column = mx.arange(capacity, dtype=mx.int32)
-    # An array, not a number: compilers bake numbers into kernels, and each capacity would be one.
-    scratch = column[-1]
-    slot = lengths[:, None] + step
+    column, scratch = _columns(mask.shape[3])
+    slot = lengths[:, None] + mx.arange(mask.shape[2], dtype=mx.int32)
     after = lengths + count
     written = column < mx.minimum(after, scratch)[:, None, None, None]
     return Placement(
@@ -82,6 +80,55 @@ def place(mask: mx.array, lengths: mx.array, positions: mx.array | None = None) 
     )
 
 
+def place_causal(valid: mx.array, lengths: mx.array, capacity: int) -> Placement:
+    """`place` of `masks.causal`, without the mask: what it says is known without looking at it.
+
+    Args:
+        valid: `[B, T]` of any dtype, nonzero = real token; padding may stand anywhere.
+        lengths: int32 `[B]` before the call.
+        capacity: S of the cache.
+    """
+    order, back, real, count = _pack(valid != 0)
+    column, scratch = _columns(capacity)
+    slot = lengths[:, None] + mx.arange(valid.shape[1], dtype=mx.int32)
+    seen = mx.where(real, mx.minimum(slot + 1, scratch), 0)  # [B,T], how many slots
+    return Placement(
+        order=order,
+        back=back,
+        real=real,
+        slots=mx.where(real & (slot < scratch), slot, scratch),
+        visible=column < seen[:, None, :, None],
+        positions=None,
+        offset=lengths,
+        lengths=lengths + count,
+        causal=True,
+    )
+
+
+def _pack(
+    real: mx.array,
+) -> tuple[mx.array | None, mx.array | None, mx.array, mx.array]:
+    """Order and back, which packed tokens are real, and how many of each row `[B]`."""
+    if real.shape[1] == 1:
+        return None, None, real, real[:, 0].astype(mx.int32)
+    step = mx.arange(real.shape[1], dtype=mx.int32)
+    # Unique keys make the sort stable whatever the backend's algorithm.
+    keys = mx.where(real, step, step + _BEYOND_ANY_CALL)
+    order = mx.argsort(keys, axis=1).astype(mx.int32)
+    back = mx.argsort(order, axis=1).astype(mx.int32)
+    count = mx.sum(real.astype(mx.int32), axis=1)
+    return order, back, step < count[:, None], count
+
+
+def _columns(capacity: int) -> tuple[mx.array, mx.array]:
+    """The numbers of all slots, int32 `[S]`, and that of scratch.
+
+    An array, too: compilers bake numbers into kernels, and each capacity would be one.
+    """
+    column = mx.arange(capacity, dtype=mx.int32)
+    return column, column[-1]
+
+
 def give_sight(mask: mx.array, slots: mx.array) -> mx.array:
     """Let rows that see nothing see the slot that they write.
 
@@ -92,7 +139,17 @@ def give_sight(mask: mx.array, slots: mx.array) -> mx.array:
         mask: bool `[B, 1, T, N]`.
         slots: int32 `[B, T]`, columns of `mask`.
     """
-    blind = mx.logical_not(mx.any(mask, axis=-1, keepdims=True))
+    return _see_own(mask, mx.logical_not(mx.any(mask, axis=-1, keepdims=True)), slots)
+
+
+def find_sight(call: Placement) -> mx.array:
+    """Bool `[B, 1, T, S]`: `give_sight` of what is visible in all."""
+    if not call.causal:
+        return give_sight(call.visible, call.slots)
+    return _see_own(call.visible, mx.logical_not(call.real)[:, None, :, None], call.slots)
+
+
+def _see_own(mask: mx.array, blind: mx.array, slots: mx.array) -> mx.array:
     column = mx.arange(mask.shape[-1], dtype=mx.int32)
     return mask | (blind & (column == slots[:, None, :, None]))
 
@@ -114,9 +171,11 @@ def _reorder(array: mx.array, index: mx.array | None) -> mx.array:
 
 
 def check_call(
-    tokens: mx.array, mask: mx.array, state: CacheState, positions: mx.array | None
+    tokens: mx.array, mask: Sight, state: CacheState, positions: mx.array | None
 ) -> None:
     """Raise InputError unless shapes and dtypes of one call fit together (checked when traced)."""
+    if isinstance(mask, Placement):
+        mask = mask.visible
     batch, capacity = state_size(state)
     if tokens.ndim != 2 or tokens.dtype != mx.int32 or tokens.shape[0] != batch:
         raise InputError(

@@ -146,9 +146,9 @@ def insert(state: CacheState, row: Rows, other: CacheState, other_row: Rows) -> 
 
     Args:
         state: any state.
-        row: the row to replace.
+        row: the row to replace, or several.
         other: a state with the same arrays; it may have another batch, and another capacity.
-        other_row: the row of `other` to copy.
+        other_row: the row of `other` to copy, or one for each.
 
     Raises:
         CacheError: rows out of range, states of different models, a row that does not fit.
@@ -158,8 +158,8 @@ def insert(state: CacheState, row: Rows, other: CacheState, other_row: Rows) -> 
     capacity = state_size(state)[1]
     target = as_rows(row, _batch(state), "row")
     source = as_rows(other_row, _batch(other), "other_row")
-    if target.size != 1 or source.size != 1:
-        raise CacheError("insert: one row at a time")
+    if target.size != source.size:
+        raise CacheError(f"insert: {source.size} other rows for {target.size} rows: name one each")
     moved = select(other, source)
     resize = grow if state_size(other)[1] < capacity else shrink
     moved = resize(moved, capacity)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from funcrt.buckets import Bucket
-from funcrt.cache import CacheState
 from funcrt.compiled import Compiled
+from funcrt.engine.flight import Tops
 from funcrt.engine.request import Choice, Request
 from funcrt.sampling import Sampled
 
@@ -45,20 +45,23 @@ class Call:
         return sum(len(chosen) - 1 for chosen in self.choices.values())
 
 
+def find_tops(compiled: Compiled, sampled: Sampled, rows: Iterable[Request]) -> Tops:
+    """The likeliest tokens at each place of a call, if any of the rows wants them."""
+    if not any(request.top for request in rows):
+        return []
+    assert sampled.logits is not None
+    places = [sampled.logits] if sampled.accepted is None else _split(sampled.logits)
+    return [compiled.top(logits) for logits in places]
+
+
 def read_choices(
-    compiled: Compiled, sampled: Sampled, rows: Mapping[int, Request], state: CacheState
+    sampled: Sampled, tops: Tops, rows: Mapping[int, Request]
 ) -> dict[Request, list[Choice]]:
-    """What each of the rows got, after waiting for the device once, state included."""
-    tops = []
-    if any(request.top for request in rows.values()):
-        assert sampled.logits is not None
-        places = [sampled.logits] if sampled.accepted is None else _split(sampled.logits)
-        tops = [compiled.top(logits) for logits in places]
-    mx.eval(sampled, tops, state)
-    columns = [sampled.tokens, sampled.logprobs, sampled.finite]
+    """What each of the rows got. Waits for the device unless all of it is known."""
+    mx.eval(sampled, tops)
+    tokens, logprobs, finite = map(_values, (sampled.tokens, sampled.logprobs, sampled.finite))
     if sampled.accepted is None:  # one token per row: [B] as [B, 1]
-        columns = [array[:, None] for array in columns]
-    tokens, logprobs, finite = map(_values, columns)
+        tokens, logprobs, finite = ([[x] for x in column] for column in (tokens, logprobs, finite))
     more = [0] * len(tokens) if sampled.accepted is None else _values(sampled.accepted)
     likely = [(_values(ids), _values(values)) for ids, values in tops]
     choices: dict[Request, list[Choice]] = {}

@@ -29,6 +29,10 @@ class Controls:
             self._settings = make(requests, self._vocab_size)
         return self._settings
 
+    def lag(self, requests: Sequence[Request | None]) -> bool:
+        """Whether the arrays for these rows have to be made, of tokens that all must be known."""
+        return list(requests) != self._requests and any(map(_counts, requests))
+
     def forget(self) -> None:
         """Make the arrays anew next time."""
         self._requests = []

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from funcrt.buckets import Bucket
 from funcrt.compiled import Compiled
-from funcrt.engine.calls import Call, read_choices
+from funcrt.engine.calls import Call, find_tops, read_choices
 from funcrt.engine.controls import Controls, is_greedy
+from funcrt.engine.flight import Flight
 from funcrt.engine.request import Request
 from funcrt.engine.rows import Rows, pad
-from funcrt.sampling import Sampled
 from funcrt.steps import STEPS
 
 import mlx.core as mx
@@ -36,47 +37,119 @@ class Decoding:
         self._running = running
         self._controls = Controls(compiled.vocab_size)
         self._sizes = STEPS["verify"].choose_sizes(compiled.plan.tokens)
+        self._flight: Flight | None = None
+        self._marks: tuple[bool, ...] = ()
+        self._active = mx.array(False)
 
     def decode(self) -> Call:
-        """One call, in the smallest bucket that there is for the rows."""
+        """Read one step, in the smallest bucket that there is for the rows, and begin the next."""
         begin = time.perf_counter()
-        running = self._running
-        guesses = self._guess(list(running.seated.values()))
-        held = {r: 1 + len(guesses.get(r, ())) for r in running.seated.values()}
-        running.fit(len(held), max(request.cached + count for request, count in held.items()))
-        rows = running.seated
-        sampled, width = self._verify(rows, guesses) if guesses else self._decode(rows)
-        self._controls.advance(sampled.history)
-        name = "verify" if guesses else "decode"
-        bucket = Bucket(running.batch, width, running.capacity)
-        call = Call(name, bucket, rows, sum(held.values()), guessed=sum(map(len, guesses.values())))
-        assert running.state is not None
-        call.choices = read_choices(self._compiled, sampled, rows, running.state)
-        for request, choices in call.choices.items():
-            request.written = max(request.written, request.cached + held[request])
-            request.cached += len(choices)
-            _learn(request, held[request] - 1, len(choices) - 1)
+        flight, self._flight = self._flight, None
+        if flight is None:
+            guesses = self._guess(list(self._running.seated.values()))
+            if guesses:
+                call = self._verify(guesses)
+                call.seconds = time.perf_counter() - begin
+                return call
+            flight = self._launch(None)
+            assert flight is not None
+            self._schedule(flight, None)
+        ahead = self._launch(flight)
+        self._schedule(ahead, flight)
+        self._flight = ahead
+        rows = {row: r for row, r in flight.rows.items() if not r.finished}
+        call = Call("decode", flight.bucket, rows, len(rows))
+        call.choices = read_choices(flight.sampled, flight.tops, rows)
         call.seconds = time.perf_counter() - begin
         return call
 
     def forget(self) -> None:
-        """Let go of the requests of the last call."""
+        """Let go of the requests of the last call, and of the step that was begun for them."""
         self._controls.forget()
+        if self._flight is not None:
+            with contextlib.suppress(Exception):  # nobody needs it
+                self._flight.wait()
+            self._flight = None
 
-    def _decode(self, rows: Mapping[int, Request]) -> tuple[Sampled, int]:
+    def _launch(self, before: Flight | None) -> Flight | None:
+        """The next step; None if it cannot be known before the one `before` it is read."""
         running = self._running
-        last = [request.sequence[-1] if request else 0 for request in running.requests]
-        token = mx.array(last, dtype=mx.int32)
-        active = mx.array([request is not None for request in running.requests])
+        flying = {} if before is None else before.rows
+        rows = {
+            row: request
+            for row, request in running.seated.items()
+            if request.remaining > (flying.get(row) is request)
+        }
+        if not rows or (before is not None and not self._can_follow(before, rows)):
+            return None
+        takers = set(rows.values())
+        running.fit(*_needs(takers))  # only those: whoever is about to end leaves its row
+        rows = {row: request for row, request in running.seated.items() if request in takers}
+        token, active = self._make_tokens(rows, before), self._mark(rows)
         settings, state = self._settings(rows), running.take()
         if settings is None:
             sampled, running.state = self._compiled.decode_greedy(token, active, state)
         else:
             sampled, running.state = self._compiled.decode(token, active, settings, state)
-        return sampled, 1
+        self._controls.advance(sampled.history)
+        for request in rows.values():
+            request.cached += 1
+            request.written = max(request.written, request.cached)
+        tops = find_tops(self._compiled, sampled, rows.values())
+        return Flight(Bucket(running.batch, 1, running.capacity), rows, sampled, tops)
 
-    def _verify(self, rows: Mapping[int, Request], guesses: Guesses) -> tuple[Sampled, int]:
+    def _schedule(self, flight: Flight | None, before: Flight | None) -> None:
+        """Schedule a step behind the one before it, and wait for that one."""
+        state = self._running.state
+        if flight is not None:
+            assert state is not None
+            flight.begin(state, before)
+        if before is not None:
+            before.wait()
+        if flight is not None:
+            assert state is not None
+            flight.finish(state)
+
+    def _can_follow(self, before: Flight, rows: Mapping[int, Request]) -> bool:
+        """Whether a step needs nothing of the one before it but its tokens, row by row."""
+        running = self._running
+        seated = running.seated.values()
+        return (
+            running.batch == before.bucket.batch
+            and running.holds(*_needs(rows.values()))
+            and not any(request.drafter for request in seated)
+            and not (self._samples(rows) and self._controls.lag(running.requests))
+        )
+
+    def _make_tokens(self, rows: Mapping[int, Request], before: Flight | None) -> mx.array:
+        """Int32 `[B]`, the last token of each row."""
+        known = {
+            row: request.sequence[-1]
+            for row, request in rows.items()
+            if before is None or before.rows.get(row) is not request
+        }
+        if before is not None and not known:
+            return before.sampled.tokens
+        batch = self._running.batch
+        told = mx.array([known.get(row, 0) for row in range(batch)], dtype=mx.int32)
+        if before is None:
+            return told
+        return mx.where(
+            mx.array([row in known for row in range(batch)]), told, before.sampled.tokens
+        )
+
+    def _mark(self, rows: Mapping[int, Request]) -> mx.array:
+        """Bool `[B]`, which rows take part; the same array as long as they do."""
+        marks = tuple(row in rows for row in range(self._running.batch))
+        if marks != self._marks:
+            self._marks, self._active = marks, mx.array(marks)
+        return self._active
+
+    def _verify(self, guesses: Guesses) -> Call:
         running, longest = self._running, max(map(len, guesses.values()))
+        held = {r: 1 + len(guesses.get(r, ())) for r in running.seated.values()}
+        running.fit(len(held), max(request.cached + count for request, count in held.items()))
+        rows = running.seated
         width = min(size for size in self._sizes if size > longest)
         told = {row: [r.sequence[-1], *guesses.get(r, ())] for row, r in rows.items()}
         tokens, valid = pad(told, running.batch, width)
@@ -85,11 +158,27 @@ class Decoding:
             sampled, running.state = self._compiled.verify_greedy(tokens, valid, state)
         else:
             sampled, running.state = self._compiled.verify(tokens, valid, settings, state)
-        return sampled, width
+        del state
+        self._controls.advance(sampled.history)
+        tops = find_tops(self._compiled, sampled, rows.values())
+        mx.eval(sampled, tops, running.state)
+        bucket = Bucket(running.batch, width, running.capacity)
+        call = Call(
+            "verify", bucket, rows, sum(held.values()), guessed=sum(map(len, guesses.values()))
+        )
+        call.choices = read_choices(sampled, tops, rows)
+        for request, choices in call.choices.items():
+            request.written = max(request.written, request.cached + held[request])
+            request.cached += len(choices)
+            _learn(request, held[request] - 1, len(choices) - 1)
+        return call
+
+    def _samples(self, rows: Mapping[int, Request]) -> bool:
+        return not is_greedy(list(rows.values()))
 
     def _settings(self, rows: Mapping[int, Request]) -> Any:
         """Settings arrays, or None where plain greedy decoding does."""
-        if is_greedy(list(rows.values())):
+        if not self._samples(rows):
             self._controls.forget()
             return None
         return self._controls.of(self._running.requests)
@@ -117,6 +206,11 @@ class Decoding:
                 for request in texts:
                     request.leave_drafter()
         return guesses
+
+
+def _needs(requests: Collection[Request]) -> tuple[int, int]:
+    """Rows, and tokens in the longest of them with one more."""
+    return len(requests), 1 + max(request.cached for request in requests)
 
 
 def _learn(request: Request, guessed: int, accepted: int) -> None:

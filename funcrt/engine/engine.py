@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -224,12 +222,12 @@ class Engine:
         index: int,
         wish: Wish,
         on_chunk: Callable[[Chunk], None] | None = None,
-        listener: Callable[[Handle], None] | None = None,
+        listener: Callable[[], None] | None = None,
     ) -> Handle:
         # The handle keeps the engine: nobody else may hold it while a request runs.
         handle = Handle(self.cancel, lambda: self._owner.is_current, on_chunk)
         if listener is not None:
-            handle.follow(partial(listener, handle))
+            handle.follow(listener)
         request = Request(
             index=index,
             prompt=wish.prompt,
@@ -248,20 +246,23 @@ class Engine:
         return handle
 
     def _stream(self, wishes: list[Wish]) -> Iterator[Chunk]:
-        changed: queue.SimpleQueue[Handle] = queue.SimpleQueue()
-        seen: dict[Handle, int] = {}
+        changed = threading.Event()  # one for all: a step that gives each a token wakes us once
+        handles: list[Handle] = []
         try:
             for index, wish in enumerate(wishes):
-                seen[self._submit(index, wish, listener=changed.put)] = 0
-            left = len(seen)
-            while left:
-                handle = changed.get()
-                for chunk in handle.since(seen[handle]):
-                    seen[handle] += 1
-                    left -= bool(chunk.finish_reason)
-                    yield chunk
+                handles.append(self._submit(index, wish, listener=changed.set))
+            seen = dict.fromkeys(handles, 0)
+            while seen:
+                changed.wait()
+                changed.clear()
+                for handle in list(seen):
+                    for chunk in handle.since(seen[handle]):
+                        seen[handle] += 1
+                        if chunk.finish_reason:
+                            del seen[handle]
+                        yield chunk
         finally:
-            _cancel(list(seen))
+            _cancel(handles)
 
 
 def _cancel(handles: Sequence[Handle]) -> None:

@@ -44,8 +44,10 @@ class Handle:
         self._chunks: list[Chunk] = []
         self._error: BaseException | None = None
         self._ended = False
-        self._changed = threading.Condition()
-        self._listeners: list[Listener] = []
+        self._over = threading.Event()  # apart: whoever waits for the end is not woken by chunks
+        self._changed = threading.Condition(threading.Lock())
+        self._readers = 0  # threads that wait for chunks
+        self._listeners: tuple[Listener, ...] = ()
 
     def __repr__(self) -> str:
         state = self.completion.finish_reason or "running" if not self._error else "failed"
@@ -72,9 +74,8 @@ class Handle:
             Exception: whatever `on_chunk` raised, or what went wrong in the engine.
         """
         self._check_thread()
-        with self._changed:
-            if not self._changed.wait_for(self.done, timeout):
-                raise TimeoutError(f"the request has not ended within {timeout} s; it goes on")
+        if not self._over.wait(timeout):
+            raise TimeoutError(f"the request has not ended within {timeout} s; it goes on")
         return self._outcome()
 
     def __iter__(self) -> Iterator[Chunk]:
@@ -82,7 +83,11 @@ class Handle:
         while not self._is_over(position):
             self._check_thread()
             with self._changed:
-                self._changed.wait_for(partial(self._has_news, position))
+                self._readers += 1
+                try:
+                    self._changed.wait_for(partial(self._has_news, position))
+                finally:
+                    self._readers -= 1
             chunks = self.since(position)
             position += len(chunks)
             yield from chunks
@@ -122,7 +127,7 @@ class Handle:
                 changed.clear()
         finally:
             with self._changed:
-                self._listeners.remove(listener)
+                self._listeners = tuple(other for other in self._listeners if other != listener)
 
     def _check_thread(self) -> None:
         if self._is_owner() and not self._ended:
@@ -134,7 +139,7 @@ class Handle:
     def follow(self, listener: Listener) -> None:
         """Have a function called, by the engine's thread, whenever something changed."""
         with self._changed:
-            self._listeners.append(listener)
+            self._listeners = (*self._listeners, listener)
 
     def since(self, position: int) -> list[Chunk]:
         """The chunks from `position` on that are there. Raises what `result` raises, after them."""
@@ -174,8 +179,11 @@ class Handle:
             if chunk is not None:
                 self._chunks.append(chunk)
             self._ended = self._ended or ended
-            self._changed.notify_all()
-            listeners = list(self._listeners)
+            if self._readers:
+                self._changed.notify_all()
+            listeners = self._listeners
+        if ended:
+            self._over.set()
         for listener in listeners:
             try:
                 listener()

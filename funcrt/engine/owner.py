@@ -105,7 +105,7 @@ class Owner:
                 del message  # it may hold a request
             for handle in self._scheduler.handles:
                 self._do(partial(self._scheduler.cancel, handle))
-            self._do(self._scheduler.begin)  # rows that were kept are let go
+            self._do(self._scheduler.end)
 
     def _do(self, work: Message) -> None:
         turn = streams.turn() if self.runs_imported else nullcontext()

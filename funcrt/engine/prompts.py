@@ -9,7 +9,7 @@ from funcrt import cache, sampling
 from funcrt.buckets import Bucket, BucketPlan, choose_overhead
 from funcrt.cache import CacheState
 from funcrt.compiled import Compiled
-from funcrt.engine.calls import Call, read_choices
+from funcrt.engine.calls import Call, find_tops, read_choices
 from funcrt.engine.controls import is_greedy, make
 from funcrt.engine.prefixes import LEAST_SHARED, Prefix, PrefixPool
 from funcrt.engine.request import Request
@@ -19,12 +19,14 @@ from funcrt.sampling import Sampled
 
 import mlx.core as mx
 
-_WHOLE_CALL = 4  # a call of so many times the overhead spends most of its time on tokens
+# A call of so many times the overhead spends nearly all of its time on tokens; on a CPU, where it
+# holds up the others for a second, most of it.
+_WHOLE_CALL = {mx.DeviceType.cpu: 4, mx.DeviceType.gpu: 16}
 
 
 def most_places(plan: BucketPlan) -> int:
     """Tokens of the largest call of several prompts; a call of one may have more."""
-    return max(plan.tokens[-1], _WHOLE_CALL * choose_overhead())
+    return max(plan.tokens[-1], _WHOLE_CALL[mx.default_device().type] * choose_overhead())
 
 
 class Prefilling:
@@ -77,7 +79,9 @@ class Prefilling:
         ready = {row: request for row, request in rows.items() if not request.pending}
         if ready:
             sampled = self._sample(logits, group, batch)
-            call.choices = read_choices(self._compiled, sampled, ready, state)
+            tops = find_tops(self._compiled, sampled, ready.values())
+            mx.eval(sampled, tops, state)
+            call.choices = read_choices(sampled, tops, ready)
         else:
             mx.eval(state)
         for row, request in rows.items():

@@ -47,22 +47,21 @@ class Rows:
         """The requests by their rows."""
         return {row: request for row, request in enumerate(self.requests) if request is not None}
 
-    def seat(self, request: Request, source: CacheState | None = None, row: int = 0) -> None:
-        """Give a request a free row, which `fit` has made.
-
-        Args:
-            request: who sits there.
-            source: the state whose `row` is copied; None begins with an empty row.
-            row: of `source`.
-        """
+    def seat(self, request: Request) -> None:
+        """Give a request a free and empty row; `fit` has made one."""
         free = self.requests.index(None)
-        assert self.state is not None
-        if source is None:
-            self.state = cache.clear(self.state, free)
-        else:
-            self.state = cache.insert(self.state, free, source, row)
-        mx.eval(self.state)  # in place only if nothing holds the old one
+        self.state = cache.clear(self._settle(), free)
+        mx.eval(self.state)
         self.requests[free] = request
+
+    def join(self, source: CacheState, joining: Mapping[int, Request]) -> None:
+        """Give requests free rows, copies of those that they have in `source`."""
+        free = [row for row, request in enumerate(self.requests) if request is None]
+        targets = free[: len(joining)]
+        self.state = cache.insert(self._settle(), targets, source, list(joining))
+        mx.eval(self.state)
+        for row, request in zip(targets, joining.values(), strict=True):
+            self.requests[row] = request
 
     def adopt(self, state: CacheState, requests: Sequence[Request | None]) -> None:
         """Take over a whole state: what `seat` does for the first rows, without a copy."""
@@ -72,18 +71,25 @@ class Rows:
         self.capacity = cache.state_size(state)[1]
         self._slack = 0
 
+    def holds(self, rows: int, tokens: int) -> bool:
+        """Whether `fit` would leave everybody in place."""
+        batch, capacity = self._choose(rows, tokens)
+        if self.state is None or batch > self.batch or capacity > self.capacity:
+            return False
+        return (batch, capacity) == (self.batch, self.capacity) or self._slack + 1 < _PATIENCE
+
     def fit(self, rows: int, tokens: int) -> None:
         """Be in a declared bucket for so many rows and so many tokens in the longest of them."""
-        batch = self._plan.choose_batch(rows)
-        capacity = choose_capacity(self._plan, self._spec, tokens)
+        batch, capacity = self._choose(rows, tokens)
         if self.state is None:
             self.adopt(cache.init_cache(self._spec, batch, capacity), [None] * batch)
             return
-        if batch <= self.batch and capacity <= self.capacity:
-            smaller = batch < self.batch or capacity < self.capacity
+        if self.holds(rows, tokens):
+            smaller = (batch, capacity) != (self.batch, self.capacity)
             self._slack = self._slack + 1 if smaller else 0
-            if self._slack < _PATIENCE:
-                return
+            return
+        if batch <= self.batch and capacity <= self.capacity:
+            self._slack = _PATIENCE
         elif self._slack < _PATIENCE:  # one of the two grows: the other does not shrink on the way
             batch, capacity = max(batch, self.batch), max(capacity, self.capacity)
         self._move(batch, capacity)
@@ -101,6 +107,15 @@ class Rows:
         state, self.state = self.state, None
         assert state is not None
         return state
+
+    def _settle(self) -> CacheState:
+        """The state. Rows are written in place only where nothing is still to read the old ones."""
+        assert self.state is not None
+        mx.eval(self.state)
+        return self.state
+
+    def _choose(self, rows: int, tokens: int) -> tuple[int, int]:
+        return self._plan.choose_batch(rows), choose_capacity(self._plan, self._spec, tokens)
 
     def _move(self, batch: int, capacity: int) -> None:
         assert self.state is not None

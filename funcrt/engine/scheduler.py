@@ -56,6 +56,11 @@ class Scheduler:
         self._prompts = Prefilling(self._compiled, self._prefixes, self._running)
         self._decoding = Decoding(self._compiled, self._running)
 
+    def end(self) -> None:
+        """Let go of all rows, of those that were kept, too."""
+        self._decoding.forget()
+        self.begin()
+
     @property
     def busy(self) -> bool:
         """Whether there is anything to do."""
@@ -91,7 +96,7 @@ class Scheduler:
         """End everything with an error, and begin anew: what states hold is not known any more."""
         self._waiting.clear()
         self._dropped.clear()
-        self.begin()
+        self.end()
         ended = {request for request, chunk in self._outbox if _ends(chunk)}
         for request in list(self._requests.values()):
             if request not in ended:  # what was given is given
@@ -166,8 +171,7 @@ class Scheduler:
             return
         longest = max(request.cached for request in [*seated, *joining.values()])
         self._running.fit(len(seated) + len(joining), longest)
-        for row, request in joining.items():
-            self._running.seat(request, state, row)
+        self._running.join(state, joining)
 
     def _decode(self) -> None:
         call = self._decoding.decode()

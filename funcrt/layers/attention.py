@@ -8,6 +8,7 @@ from funcrt.cache import CacheLayout, CacheSpec, attention_entries
 from funcrt.config.rope import RopeConfig
 from funcrt.layers.basic import Linear, Stacked
 from funcrt.layers.part import Part, Run
+from funcrt.ops.attention import join_heads, split_heads
 from funcrt.params import ParamSpec
 
 import mlx.core as mx
@@ -52,12 +53,11 @@ class Attention(Part):
     def project(self, run: Run, x: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         """Queries `[B, H, T, D]`, keys and values `[B, K, T, D]`, normed and turned."""
         heads, kv = self.heads, self.kv_heads
-        qkv = self.qkv(run, x).reshape(*x.shape[:2], heads + 2 * kv, self.head_dim)
-        qkv = qkv.swapaxes(1, 2)
-        qk, v = qkv[:, : heads + kv], qkv[:, heads + kv :]
+        qkv = split_heads(self.qkv(run, x), heads + 2 * kv)
+        qk, v = mx.split(qkv, [heads + kv], axis=1)
         if self.q_norm is None and self.k_norm is None:
-            qk = self.turn(run, qk)  # one rotation for both
-            return qk[:, :heads], qk[:, heads:], v
+            q, k = mx.split(self.turn(run, qk), [heads], axis=1)  # one rotation for both
+            return q, k, v
         return *self.norm_and_turn(run, qk[:, :heads], qk[:, heads:]), v
 
     def norm_and_turn(self, run: Run, q: mx.array, k: mx.array) -> tuple[mx.array, mx.array]:
@@ -71,12 +71,12 @@ class Attention(Part):
         return x if self.rope is None else run.rotary(self.rope, self.head_dim)(x)
 
     def look(self, run: Run, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-        """What queries see, all three as `project` gives them: `[B, T, H D]`."""
+        """What queries see, all three as `project` gives them: `[B, T, H D]`, or flat."""
         out = run.attend(
             self.layer, q, k, v, scale=self.scale, softcap=self.softcap, window=self.window,
             sinks=None if self.sinks is None else run.params[self.sinks],
         )  # fmt: skip
-        return out.swapaxes(1, 2).reshape(q.shape[0], q.shape[2], -1)
+        return join_heads(out, run.flat)
 
     def tensors(self) -> ParamSpec:
         return {} if self.sinks is None else {self.sinks: (self.heads,)}
@@ -101,7 +101,7 @@ class GatedAttention(Attention):
         heads, kv, width = self.heads, self.kv_heads, self.head_dim
         gated, kept = mx.split(self.qkv(run, x), [2 * heads * width], axis=-1)
         q, gate = mx.split(gated.reshape(*x.shape[:2], heads, 2 * width), 2, axis=-1)
-        kept = kept.reshape(*x.shape[:2], 2 * kv, width).swapaxes(1, 2)
+        kept = split_heads(kept, 2 * kv)
         q, k = self.norm_and_turn(run, q.swapaxes(1, 2), kept[:, :kv])
         out = self.look(run, q, k, kept[:, kv:])
         return self.out(run, out * mx.sigmoid(gate.reshape(out.shape)))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from funcrt import ops
 from funcrt.cache import CacheEntry, CacheLayout, CacheSpec
 from funcrt.config.rope import RopeConfig
 from funcrt.layers.basic import Linear
 from funcrt.layers.part import Part, Run
 from funcrt.low_rank import LORA_A, LORA_B
+from funcrt.ops.attention import join_heads, split_heads
+from funcrt.ops.products import packed_product
 from funcrt.packing import PARTS, quantization_of
 
 import mlx.core as mx
@@ -69,7 +70,7 @@ class LatentAttention(Part):
         q, latent, k_rope = mx.split(down, [query_width, query_width + self.rank], axis=-1)
         if self.query is not None:
             q = self.query(run, q)
-        q = q.reshape(*x.shape[:2], self.heads, -1).swapaxes(1, 2)  # [B,H,T,D+R]
+        q = split_heads(q, self.heads)  # [B,H,T,D+R]
         rotary = run.rotary(self.rope, self.rope_dim)
         keys, values = slice(0, self.head_dim), slice(self.head_dim, None)
         out = run.attend.latent(
@@ -81,7 +82,7 @@ class LatentAttention(Part):
             scale=self.scale,
         )  # [B,H,T,C]
         out = self._by_head(run, out, values, transpose=True)  # [B,H,T,value_dim]
-        return self.out(run, out.swapaxes(1, 2).reshape(*x.shape[:2], -1))
+        return self.out(run, join_heads(out))
 
     def _by_head(self, run: Run, x: mx.array, rows: slice, *, transpose: bool) -> mx.array:
         """`x [B, H, T, I]` times some rows of each head's share of `up`, or their transpose."""
@@ -100,7 +101,7 @@ class LatentAttention(Part):
             weight = own[f"{name}.weight"].astype(x.dtype)
             y = x @ (weight.swapaxes(-1, -2) if transpose else weight)
         else:
-            y = ops.packed_product(own, name, x, packing, transpose=transpose)
+            y = packed_product(own, name, x, packing, transpose=transpose)
         y = y.reshape(heads, batch, tokens, -1).swapaxes(0, 1)
         return y if change is None else y + change
 

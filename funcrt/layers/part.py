@@ -14,6 +14,7 @@ from funcrt.cache import (
     CacheSpec,
     CacheState,
     Placement,
+    Sight,
     check_recurrent,
     kind_of,
     place,
@@ -32,7 +33,7 @@ class Run:
 
     Args:
         params: stored or prepared.
-        mask: bool `[B, 1, T, S]` in the caller's token order.
+        mask: bool `[B, 1, T, S]` in the caller's token order, or what is placed already.
         state: before the call.
         positions: int32 `[B, T]` in the caller's order, or None.
         dtype: of activations.
@@ -40,18 +41,22 @@ class Run:
     Attributes:
         call: where the tokens go.
         attend: attention over the cache; it holds the new state.
+        by_row: rows choose among changes of matrices.
+        flat: activations are `[B, E]`, of one token for each row, see `Network.hidden`.
     """
 
     def __init__(
         self,
         params: Params,
-        mask: mx.array,
+        mask: Sight,
         state: CacheState,
         positions: mx.array | None,
         dtype: mx.Dtype,
     ) -> None:
-        self.params = low_rank.choose(params, state[ROWS]) if ROWS in state else params
+        self.by_row = ROWS in state
+        self.params = low_rank.choose(params, state[ROWS]) if self.by_row else params
         self.dtype = dtype
+        self.flat = False
         self.call: Placement = place(mask, state["lengths"], positions)
         if any(kind_of(name) == "recurrent" for name in state):
             check_recurrent(self.call)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from funcrt.cache import CacheLayout, CacheSpec, CacheState
+from funcrt.cache import CacheLayout, CacheSpec, CacheState, Sight
 from funcrt.config import ModelConfig
 from funcrt.low_rank import Places
 from funcrt.params import Fusions, Params, ParamSpec
@@ -32,7 +32,7 @@ class Family(Protocol):
         config: ModelConfig,
         params: Params,
         tokens: mx.array,
-        mask: mx.array,
+        mask: Sight,
         cache_state: CacheState,
         positions: mx.array | None = None,
     ) -> tuple[mx.array, CacheState]:

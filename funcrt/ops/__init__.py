@@ -10,7 +10,8 @@ import math
 from collections.abc import Callable
 
 from funcrt import low_rank
-from funcrt.packing import PARTS, Quantization, dequantize, quantization_of
+from funcrt.ops.products import packed_product
+from funcrt.packing import PARTS, dequantize, quantization_of
 from funcrt.params import Params
 
 import mlx.core as mx
@@ -42,29 +43,6 @@ def linear(params: Params, name: str, x: mx.array) -> mx.array:
     y = low_rank.add(params, name, x, y)
     bias = params.get(f"{name}.bias")
     return y if bias is None else y + bias.astype(x.dtype)
-
-
-def packed_product(
-    params: Params, name: str, x: mx.array, packing: Quantization, *, transpose: bool = True
-) -> mx.array:
-    """`x [..., I]` -> `[..., O]` by a packed matrix `[O, I]`, or `[I, O]` without `transpose`."""
-    return mx.quantized_matmul(
-        x,
-        params[f"{name}.weight"],
-        *scaling(params, name, packing, x.dtype),
-        transpose=transpose,
-        **packing._asdict(),
-    )
-
-
-def scaling(
-    params: Params, name: str, packing: Quantization, dtype: mx.Dtype
-) -> tuple[mx.array, mx.array | None]:
-    """Scales and biases of a packed matrix, as products with activations of `dtype` take them."""
-    scales = params[f"{name}.scales"]
-    if packing.mode != "affine":
-        return scales, None
-    return scales.astype(dtype), params[f"{name}.biases"].astype(dtype)
 
 
 def fused_linear(params: Params, fused: str, members: tuple[str, ...], x: mx.array) -> mx.array:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from funcrt.errors import ParamsError
-from funcrt.ops import scaling
+from funcrt.ops.products import scaling
 from funcrt.packing import PARTS, quantization_of
 from funcrt.params import Params
 

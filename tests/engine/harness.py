@@ -375,8 +375,11 @@ class DirectEngine(Engine):
             assert rows.batch in plan.batch
             lengths = rows.state["lengths"].tolist()
             assert len(lengths) == rows.batch
+            flight = scheduler._decoding._flight  # a step that is not read yet
+            flying = set(flight.rows.values()) if flight is not None else set()
             for row, request in self.running.items():
-                assert lengths[row] == request.cached == len(request.sequence) - 1
+                known = len(request.sequence) - 1
+                assert lengths[row] == request.cached == known + (request in flying)
         for request in self.prefilling:
             held = 0 if request.row is None else request.row["lengths"].tolist()[0]
             assert held == request.cached < len(request.prompt)

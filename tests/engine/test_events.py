@@ -181,7 +181,7 @@ def test_a_capacity_grows_at_once(kind):
 def test_a_capacity_shrinks_with_patience(kind):
     """While the batch stays as it is."""
     scene = Scene(kind)
-    short = [scene.ask([seed, 2], 22) for seed in range(2)]
+    short = [scene.ask([seed], 23) for seed in range(2)]
     for handle in short:
         scene.until(handle, "running")
     long = scene.ask(random_tokens(26, 1), 2)

@@ -1,0 +1,254 @@
+"""Attention of one token of each row on CUDA, as one kernel that reads only the slots that show.
+
+MLX's own attention with a mask goes through cuDNN there: 15 to 20 us of the host's time a call, and
+every slot of the cache is read. This kernel takes 4 us, and its work grows with what is held.
+A block has the query heads of one key head, over one share of the slots; the blocks of all shares
+are a cluster, which reads each other's shared memory. 8 values make a load of 16 bytes, D / 8 lanes
+a slot; each such group of lanes goes through slots of its own, and keeps its own softmax
+(arXiv:1805.02867) until all are put together.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import mlx.core as mx
+
+_WIDTHS = (64, 128, 256)
+_MOST_HEADS = 8  # of one key head: what they add up is in registers
+_SHARED = 8192  # float32 values of shared memory
+_BLOCKS = 132  # one for each multiprocessor of an H100 or H200
+_SHORTEST_SHARE = 128  # slots
+_SHARES = 8  # what every GPU with clusters takes
+_CLUSTERS_FROM = 9  # compute capability
+
+_HEADER = """
+#undef __global__
+#define __global__ __attribute__((global)) __cluster_dims__(1, 1, SHARES)
+"""
+
+_SOURCE = """
+  constexpr int LANES = D / 8;
+  constexpr int TOGETHER = 32 / LANES;        // slots that a warp looks at together
+  constexpr int STEP = WARPS * TOGETHER;      // ... and a block
+  constexpr int AHEAD = 2;                    // of each group of lanes, in flight
+  constexpr unsigned ALL = 0xffffffffu;
+  constexpr float NOTHING = -1e30f;
+  __shared__ float sums[WARPS][G][D];
+  __shared__ float bests[WARPS][G];
+  __shared__ float totals[WARPS][G];
+  PARTS
+
+  const int head = blockIdx.x, row = blockIdx.y, share = blockIdx.z;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int column = lane % LANES * 8, group = lane / LANES;
+  const int capacity = keys_shape[2];
+  const int size = (capacity + SHARES - 1) / SHARES;
+  const int begin = share * size, end = min(capacity, begin + size);
+  const float scale = __int_as_float(SCALE);  // of scores, times log2(e)
+
+  float query[G][8], sum[G][8], best[G], total[G];
+  const T* q_at = q + row * q_strides[0] + (long long)head * G * q_strides[1];
+  for (int g = 0; g < G; ++g) {
+    best[g] = NOTHING;
+    total[g] = 0.0f;
+    for (int i = 0; i < 8; ++i) {
+      const T value = q_at[g * q_strides[1] + (column + i) * q_strides[3]];
+      query[g][i] = static_cast<float>(value) * scale;
+      sum[g][i] = 0.0f;
+    }
+  }
+  const T* k_at = keys + row * keys_strides[0] + head * keys_strides[1] + column;
+  const T* v_at = values + row * values_strides[0] + head * values_strides[1] + column;
+  const bool* shown = mask + row * mask_strides[0];
+
+  for (int base = begin + warp * TOGETHER + group; base - group < end; base += STEP * AHEAD) {
+    bool shows[AHEAD];
+    bool any = false;
+    #pragma unroll
+    for (int a = 0; a < AHEAD; ++a) {
+      const int slot = base + a * STEP;
+      shows[a] = slot < end && shown[slot * mask_strides[3]];
+      any = any || shows[a];
+    }
+    if (!__any_sync(ALL, any)) continue;
+    uint4 k[AHEAD], v[AHEAD];
+    #pragma unroll
+    for (int a = 0; a < AHEAD; ++a) {
+      k[a] = v[a] = make_uint4(0, 0, 0, 0);
+      if (shows[a]) {
+        const long long slot = base + a * STEP;
+        k[a] = *reinterpret_cast<const uint4*>(k_at + slot * keys_strides[2]);
+        v[a] = *reinterpret_cast<const uint4*>(v_at + slot * values_strides[2]);
+      }
+    }
+    float score[AHEAD][G];
+    #pragma unroll
+    for (int a = 0; a < AHEAD; ++a) {
+      const T* x = reinterpret_cast<const T*>(&k[a]);
+      #pragma unroll
+      for (int g = 0; g < G; ++g) {
+        float dot = 0.0f;
+        #pragma unroll
+        for (int i = 0; i < 8; ++i) dot += query[g][i] * static_cast<float>(x[i]);
+        #pragma unroll
+        for (int o = 1; o < LANES; o *= 2) dot += __shfl_xor_sync(ALL, dot, o);
+        score[a][g] = shows[a] ? dot : NOTHING;
+      }
+    }
+    #pragma unroll
+    for (int g = 0; g < G; ++g) {
+      float top = best[g];
+      #pragma unroll
+      for (int a = 0; a < AHEAD; ++a) top = fmaxf(top, score[a][g]);
+      const float old = exp2f(best[g] - top);
+      best[g] = top;
+      total[g] *= old;
+      #pragma unroll
+      for (int i = 0; i < 8; ++i) sum[g][i] *= old;
+      #pragma unroll
+      for (int a = 0; a < AHEAD; ++a) {
+        const T* x = reinterpret_cast<const T*>(&v[a]);
+        const float weight = shows[a] ? exp2f(score[a][g] - top) : 0.0f;
+        total[g] += weight;
+        #pragma unroll
+        for (int i = 0; i < 8; ++i) sum[g][i] += weight * static_cast<float>(x[i]);
+      }
+    }
+  }
+
+  #pragma unroll
+  for (int g = 0; g < G; ++g) {
+    #pragma unroll
+    for (int o = LANES; o < 32; o *= 2) {
+      const float other = __shfl_xor_sync(ALL, best[g], o);
+      const float top = fmaxf(best[g], other);
+      const float mine = exp2f(best[g] - top), its = exp2f(other - top);
+      best[g] = top;
+      total[g] = total[g] * mine + __shfl_xor_sync(ALL, total[g], o) * its;
+      #pragma unroll
+      for (int i = 0; i < 8; ++i)
+        sum[g][i] = sum[g][i] * mine + __shfl_xor_sync(ALL, sum[g][i], o) * its;
+    }
+    if (group == 0) {
+      for (int i = 0; i < 8; ++i) sums[warp][g][column + i] = sum[g][i];
+      bests[warp][g] = best[g];
+      totals[warp][g] = total[g];
+    }
+  }
+  __syncthreads();
+  for (int n = threadIdx.x; n < G * D; n += blockDim.x) {
+    const int g = n / D, d = n % D;
+    float top = NOTHING, value = 0.0f, all = 0.0f;
+    for (int w = 0; w < WARPS; ++w) top = fmaxf(top, bests[w][g]);
+    for (int w = 0; w < WARPS; ++w) {
+      const float its = exp2f(bests[w][g] - top);
+      value += sums[w][g][d] * its;
+      all += totals[w][g] * its;
+    }
+    FINISH
+  }
+  GATHER
+"""
+_FINISH = "out[((long long)row * gridDim.x + head) * G * D + n] = static_cast<T>(value / all);"
+_KEEP = """part[g][d] = value;
+    if (d == 0) {
+      part_best[g] = top;
+      part_total[g] = all;
+    }"""
+_PARTS = "__shared__ float part[G][D], part_best[G], part_total[G];"
+_GATHER = """cg::cluster_group cluster = cg::this_cluster();
+  cluster.sync();
+  for (int n = share * blockDim.x + threadIdx.x; n < G * D; n += SHARES * blockDim.x) {
+    const int g = n / D, d = n % D;
+    float top = NOTHING, value = 0.0f, all = 0.0f;
+    for (int r = 0; r < SHARES; ++r) top = fmaxf(top, *cluster.map_shared_rank(&part_best[g], r));
+    for (int r = 0; r < SHARES; ++r) {
+      const float its = exp2f(*cluster.map_shared_rank(&part_best[g], r) - top);
+      value += *cluster.map_shared_rank(&part[g][d], r) * its;
+      all += *cluster.map_shared_rank(&part_total[g], r) * its;
+    }
+    out[((long long)row * gridDim.x + head) * G * D + n] = static_cast<T>(value / all);
+  }
+  cluster.sync();  // nobody may leave while others read what it has"""
+
+
+def supports(q: mx.array, keys: mx.array, values: mx.array) -> bool:
+    """Whether the kernel is for these shapes and dtypes."""
+    return (
+        q.shape[2] == 1
+        and q.shape[1] // keys.shape[1] <= _MOST_HEADS
+        and q.shape[3] in _WIDTHS
+        and values.shape == keys.shape
+        and q.dtype in (mx.bfloat16, mx.float16)
+        and q.dtype == keys.dtype == values.dtype
+    )
+
+
+def attend(q: mx.array, keys: mx.array, values: mx.array, mask: mx.array, scale: float) -> mx.array:
+    """What one query of each row and head sees. CUDA only; it does not differentiate.
+
+    Args:
+        q: `[B, H, 1, D]`.
+        keys: `[B, K, S, D]`, in row order.
+        values: likewise.
+        mask: bool `[B, 1, 1, S]`. Every row shows something.
+        scale: of the scores.
+
+    Returns:
+        `[B, H, 1, D]`.
+    """
+    batch, heads, _, width = q.shape
+    groups, capacity = keys.shape[1:3]
+    each, shares = heads // groups, _choose_shares(batch * groups, capacity)
+    warps = min(16 if each <= 4 else 8, _SHARED // (each * width))
+    bits = struct.unpack("i", struct.pack("f", scale * math.log2(math.e)))[0]
+    out: mx.array = _kernel(shares)(
+        inputs=[q, keys, values, mask],
+        template=[
+            ("T", q.dtype), ("D", width), ("G", each), ("WARPS", warps), ("SHARES", shares),
+            ("SCALE", bits),
+        ],
+        grid=(groups * warps * 32, batch, shares),
+        threadgroup=(warps * 32, 1, 1),
+        output_shapes=[q.shape],
+        output_dtypes=[q.dtype],
+    )[0]  # fmt: skip
+    return out
+
+
+def _choose_shares(blocks: int, capacity: int) -> int:
+    """How many blocks look at the slots of one key head, so that all multiprocessors work."""
+    if int(mx.device_info().get("compute_capability_major", 0)) < _CLUSTERS_FROM:
+        return 1
+    shares = 1
+    while (
+        shares < _SHARES
+        and 2 * shares * blocks <= _BLOCKS
+        and capacity >= 2 * shares * _SHORTEST_SHARE
+    ):
+        shares *= 2
+    return shares
+
+
+@lru_cache
+def _kernel(shares: int) -> Callable[..., Any]:
+    """MLX keeps what it compiled by source, also on disk."""
+    alone = {"PARTS": "", "FINISH": _FINISH, "GATHER": ""}
+    shared = {"PARTS": _PARTS, "FINISH": _KEEP, "GATHER": _GATHER}
+    source = _SOURCE
+    for name, text in (alone if shares == 1 else shared).items():
+        source = source.replace(name, text)
+    kernel: Callable[..., Any] = mx.fast.cuda_kernel(  # type: ignore[assignment]
+        name=f"funcrt_attend_{shares}",
+        input_names=["q", "keys", "values", "mask"],
+        output_names=["out"],
+        source=source,
+        header="" if shares == 1 else _HEADER.replace("SHARES", str(shares)),
+        ensure_row_contiguous=False,
+    )
+    return kernel
