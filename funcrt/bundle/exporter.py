@@ -248,7 +248,8 @@ def _writing(folder: Path) -> Iterator[tuple[Path, Path]]:
     except FuncrtError:
         raise
     except (OSError, RuntimeError) as error:
-        raise BundleError(f"cannot export to {folder}: {error}") from error
+        hint = ": no space left?" if "[write]" in str(error) else ""  # MLX does not say why
+        raise BundleError(f"cannot export to {folder}: {error}{hint}") from error
 
 
 def _link(file: Path, to: Path) -> None:
