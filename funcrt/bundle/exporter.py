@@ -248,7 +248,7 @@ def _writing(folder: Path) -> Iterator[tuple[Path, Path]]:
     except FuncrtError:
         raise
     except (OSError, RuntimeError) as error:
-        hint = ": no space left?" if "[write]" in str(error) else ""  # MLX does not say why
+        hint = " Is the disk full?" if "[write]" in str(error) else ""  # MLX does not say why
         raise BundleError(f"cannot export to {folder}: {error}{hint}") from error
 
 
