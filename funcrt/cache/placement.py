@@ -68,13 +68,15 @@ def place(mask: mx.array, lengths: mx.array, positions: mx.array | None = None) 
     # An array, not a number: compilers bake numbers into kernels, and each capacity would be one.
     scratch = column[-1]
     slot = lengths[:, None] + step
+    # No length, however wrong, may lead a write elsewhere; sums may even have wrapped.
+    fits = (slot >= 0) & (slot < scratch)
     after = lengths + count
     written = column < mx.minimum(after, scratch)[:, None, None, None]
     return Placement(
         order=order,
         back=back,
         real=real,
-        slots=mx.where(real & (slot < scratch), slot, scratch),
+        slots=mx.where(real & fits, slot, scratch),
         visible=mask & written,
         positions=positions,
         offset=lengths,

@@ -80,7 +80,8 @@ def test_writes_stay_inside(writable: Bundle, name: str) -> None:
     """MLX checks no index: what is out of range would land in the next head, row or array."""
     size = writable.plan.capacity[0]
     expected, before = call(writable, name, ragged(writable, [8, 8]))
-    for length in [size - 2, size - 1, size, size + 1, 2**30, -1, -size, -(2**30)]:
+    most = 2**31 - 1
+    for length in [size - 2, size - 1, size, size + 1, 2**30, most, -1, -size, -(2**30), -most - 1]:
         logits, after = call(writable, name, ragged(writable, [length, 8]))
         assert mx.array_equal(logits, expected).item(), length
         for key, array in after.items():
