@@ -22,6 +22,7 @@ from funcrt.bundle import (
     refresh,
     verify,
 )
+from funcrt.bundle import refreshed as records
 from funcrt.bundle.format import files
 from funcrt.bundle.format.checks import save_manifest
 from funcrt.bundle.format.manifest import CERTIFICATE, DIGEST, MANIFEST, Target
@@ -252,6 +253,39 @@ def test_only_the_expected_bundle_is_loaded(copy: Path, edit: Edit) -> None:
     load_bundle(copy)
     with pytest.raises(BundleError, match=f"not the bundle that was expected: .*{digest}"):
         load_bundle(copy, expected_digest=digest)
+
+
+def test_what_was_made_of_the_expected_bundle_is_loaded(copy: Path, edit: Edit) -> None:
+    def age() -> str:
+        made_by = {"mlx": "0.1.2"}
+        edit(copy, lambda m: edit_target(m, lambda target: replace(target, producer=made_by)))
+        return files.hash_file(copy / MANIFEST)
+
+    digest = age()
+    refreshed = load_bundle(copy, expected_digest=digest, refresh=True).digest
+    assert refreshed != digest
+    assert load_bundle(copy, expected_digest=digest, refresh=True).digest == refreshed
+    with pytest.raises(BundleError, match="not the bundle that was expected"):
+        load_bundle(copy, expected_digest=digest)  # nobody said that it may be another
+    refresh(copy, expected_digest=digest)  # once more: what came of it in two steps
+    load_bundle(copy, expected_digest=digest, refresh=True)
+    age()  # by somebody else
+    before = contents(copy)
+    with pytest.raises(BundleError, match="not the bundle that was expected"):
+        load_bundle(copy, expected_digest=digest, refresh=True)
+    with pytest.raises(BundleError, match="not the bundle that was expected"):
+        refresh(copy, expected_digest=digest)
+    assert contents(copy) == before
+
+
+@pytest.mark.parametrize("text", ["", "[[]]", "{}", '["../x", 1]'])
+def test_a_damaged_record_of_what_was_made(own_cache: Path, text: str) -> None:
+    digest = "0" * 64
+    records.remember_refreshed(digest, "1" * 64)
+    assert records.find_refreshed(digest) == {digest, "1" * 64}
+    (own_cache / "refreshed" / f"{digest}.json").write_text(text, "utf-8")
+    assert records.find_refreshed(digest) == {digest}
+    assert records.find_refreshed("../x") == {"../x"}
 
 
 @pytest.fixture(scope="module")
