@@ -47,8 +47,9 @@ def load_bundle(
         verify: "once" repeats the recorded calls and the invariances the first time that these
             files meet this device and MLX, and remembers that they passed.
         refresh: where the graphs are for another MLX or device class, export them again for this
-            one, into the folder. Needs the model's code to be part of funcrt. It changes the
-            digest; `expected_digest` then also fits what was made of that bundle on this machine.
+            one, into the folder. Needs the model's code to be part of funcrt, and `params` that a
+            bundle without weights was exported with. It changes the digest; `expected_digest` then
+            also fits what was made of that bundle on this machine.
 
     Raises:
         BundleError: in one line, what is wrong and what to do.
@@ -65,7 +66,11 @@ def load_bundle(
             raise
         from funcrt.bundle.exporter import refresh as export_again  # not needed to load
 
-        bundle = export_again(folder, params=params, expected_digest=expected_digest)
+        own = checks.load_manifest(folder).params.files
+        made_of = None if own else params
+        bundle = export_again(folder, params=made_of, expected_digest=expected_digest)
+        if own and params is not None:
+            bundle = bundle.with_params(read_weights(params))
     if verify == "once":
         from funcrt.bundle.proof.verifier import ensure_verified
 

@@ -189,6 +189,21 @@ def test_refresh_for_another_mlx(copy: Path, folder: Path, edit: Edit) -> None:
     assert bundle.tokenizer is not None
 
 
+def test_refresh_while_loading_with_other_weights(copy: Path, edit: Edit, folder: Path) -> None:
+    """What is exported again, and recorded, is the bundle's own model."""
+
+    def age(target: Target) -> Target:
+        return replace(target, producer={**target.producer, "mlx": "0.1.2"})
+
+    own = load_manifest(folder).fingerprint
+    other = make_model("float32", seed=4)
+    edit(copy, lambda manifest: edit_target(manifest, age))
+    bundle = load_bundle(copy, params=other.params, refresh=True)
+    assert bundle.fingerprint == other.fingerprint
+    assert load_bundle(copy).fingerprint == own
+    assert all(check.passed for check in verify(copy))
+
+
 def test_refresh_leaves_other_device_classes(elsewhere: Path) -> None:
     before = contents(elsewhere)
     bundle = refresh(elsewhere)
@@ -346,8 +361,12 @@ def test_a_bundle_without_weights_is_extended_with_some(
     more = BucketPlan(batch=(2,), tokens=(8,), capacity=(24,))
     with pytest.raises(BundleError, match="exported without weights: give some"):
         extend(copy, more)
-    with pytest.raises(BundleError, match="expected fingerprint"):
-        extend(copy, more, params=make_model("float32", seed=4).params)
+    before = contents(copy)
+    other = make_model("float32", seed=4).params
+    for change in (lambda: extend(copy, more, params=other), lambda: refresh(copy, params=other)):
+        with pytest.raises(BundleError, match="not those that it was exported with"):
+            change()
+    assert contents(copy) == before
     bundle = extend(copy, more, params=folder)
     assert bundle.plan.capacity == (16, 24)
     assert not list(copy.rglob("params*"))
