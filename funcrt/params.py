@@ -196,9 +196,14 @@ def fingerprint(params: Mapping[str, mx.array], config: Mapping[str, object]) ->
 
 
 def array_bytes(array: mx.array) -> memoryview:
-    """The bytes of an evaluated array in row order, not copied where they already are."""
-    rows = mx.contiguous(array).reshape(-1)  # a scalar has no last axis to view
-    return memoryview(rows.view(mx.uint8))  # type: ignore[arg-type]
+    """The bytes of an evaluated array in row order, not copied where they already are.
+
+    Never flattened in MLX, whose axes end at 2 GiB; embeddings and stacked experts do not.
+    """
+    if not array.size:
+        return memoryview(b"")
+    rows = mx.contiguous(array if array.ndim else array[None])  # a scalar has no last axis to view
+    return memoryview(rows.view(mx.uint8)).cast("B")  # type: ignore[arg-type]
 
 
 def hash_bytes(content: memoryview) -> str:

@@ -147,6 +147,23 @@ def test_round_trips(kind, spelling):
     assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
+@pytest.mark.parametrize("name", case_names())
+def test_what_is_written_is_written_alike_again(name):
+    """Fingerprints hash it: 32 and 32.0 would be two models."""
+    config = read_config(config_of(name))
+    written = json.dumps(config.to_dict())
+    assert json.dumps(type(config).from_dict(json.loads(written)).to_dict()) == written
+
+
+def test_whole_numbers_become_floats():
+    config = replace(read_config(config_of("llama-bias")), norm_eps=1, rope=RopeConfig(theta=500))
+    assert json.dumps(config.norm_eps) == "1.0"
+    assert json.dumps(config.rope.theta) == "500.0"
+    assert RopeConfig(short_factor=[1, 2]) == RopeConfig(short_factor=(1.0, 2.0))
+    with pytest.raises(ConfigError, match="theta"):
+        RopeConfig(theta="500")
+
+
 def test_from_dict_refuses_other_fields():
     data = ModelConfig.from_hf(HF).to_dict()
     rope = data["rope"]

@@ -244,3 +244,17 @@ def test_cast_leaves_packed_arrays():
         assert cast[name].dtype == (mx.uint32 if is_packed else mx.float16)
         if is_packed:
             np.testing.assert_array_equal(to_numpy(cast[name]), to_numpy(array))
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (0, 3), (2, 3), (2, 1, 3)])
+def test_bytes_of_an_array(shape):
+    array = mx.random.uniform(shape=shape)
+    assert bytes(weights.array_bytes(array)) == np.array(array).tobytes()
+    turned = array.transpose()
+    assert bytes(weights.array_bytes(turned)) == np.array(turned).tobytes()
+
+
+def test_arrays_of_2_gib_have_bytes():
+    """As large embeddings and stacked experts; an axis of so many bytes is none to MLX."""
+    array = mx.zeros((1 << 15, 1 << 15), dtype=mx.bfloat16)
+    assert len(weights.array_bytes(array)) == array.nbytes == 1 << 31

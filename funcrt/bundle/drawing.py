@@ -25,8 +25,8 @@ def draw(folder: str | Path, key: str) -> str:
 
     Args:
         folder: of the bundle.
-        key: of a function, such as `decode_b1_t1_s512`; the one of this process's device class
-            where there are several.
+        key: of a function, such as `decode_b1_t1_s512`, or its name alone, which stands for its
+            smallest shape; the one of this process's device class where there are several.
 
     Raises:
         BundleError: no such function, a damaged file, or a graph of another MLX version or of a GPU
@@ -76,13 +76,16 @@ def _find(manifest: Manifest, key: str) -> tuple[str, FunctionEntry]:
     """Device class and entry of a function, first of all that of this process's device class."""
     here = device_class()
     devices = sorted(manifest.targets, key=lambda device: device != here)
-    known: dict[str, tuple[str, FunctionEntry]] = {}
+    keys: dict[str, tuple[str, FunctionEntry]] = {}
+    names: dict[str, tuple[str, FunctionEntry]] = {}  # of the smallest shape: they ascend
     for device in devices:
         for entry in manifest.targets[device].functions:
-            known.setdefault(entry.key, (device, entry))
-    if key not in known:
-        raise BundleError(f"no function {key!r}; there are {some_of(list(known), len(known))}")
-    return known[key]
+            keys.setdefault(entry.key, (device, entry))
+            names.setdefault(entry.name, (device, entry))
+    found = keys.get(key) or names.get(key)
+    if found is None:
+        raise BundleError(f"no function {key!r}; there are {some_of(list(keys), len(keys))}")
+    return found
 
 
 def _inputs(manifest: Manifest, target: Target, entry: FunctionEntry) -> Iterator[ArraySpec]:

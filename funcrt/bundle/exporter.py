@@ -33,16 +33,14 @@ from funcrt.bundle.graphs import device_class, mlx_version
 from funcrt.bundle.loader import open_bundle
 from funcrt.bundle.proof.verifier import Progress
 from funcrt.bundle.rebuilding import check_same, rebuild
+from funcrt.bundle.refreshed import check_expected, remember_refreshed
 from funcrt.bundle.targets import TargetMaker
-from funcrt.bundle.weights import Weights
+from funcrt.bundle.weights import Weights, save_stored
 from funcrt.errors import BundleError, FuncrtError
 from funcrt.model import Model
 from funcrt.models import is_own
-from funcrt.params import Params
 from funcrt.publish import Kind, publish, staging
 from funcrt.storage import save_arrays
-
-_SHARD_BYTES = 5_000_000_000
 
 
 def _is_bundle(folder: Path) -> bool:
@@ -95,14 +93,12 @@ def export(
     maker = TargetMaker(model, device_class(), plan, kv_bits)
     tick = _Ticker(progress, 1 + maker.ticks)
     with _writing(Path(folder)) as (place, target):
-        shards = _shard(model.params) if weights else []
-        for name, shard in zip(_shard_names(shards), shards, strict=True):
-            save_arrays(place / name, shard, {"format": "mlx"})
+        names = save_stored(place, model.params) if weights else []
         if model.tokenizer is not None:
             model.tokenizer.save(place)
         tick("weights")
         made = maker.make(place, tick)
-        manifest = _describe(model, _shard_names(shards), {device_class(): made})
+        manifest = _describe(model, names, {device_class(): made})
         return _finish(place, target, manifest, model, tick)
 
 
@@ -153,7 +149,11 @@ def extend(
 
 
 def refresh(
-    folder: str | Path, progress: Progress | None = None, *, params: Weights | None = None
+    folder: str | Path,
+    progress: Progress | None = None,
+    *,
+    params: Weights | None = None,
+    expected_digest: str | None = None,
 ) -> Bundle:
     """Export a bundle again for the MLX and the device class at hand, from what is in it.
 
@@ -164,17 +164,22 @@ def refresh(
         folder: of the bundle.
         progress: called with `(done, total, item)`.
         params: weights of a bundle without any.
+        expected_digest: of the bundle, or of one that it was made of on this machine.
 
     Raises:
         PublishError, BundleError: as `export`; the model's code is not part of funcrt.
     """
     folder = Path(folder).resolve()
-    manifest = checks.load_manifest(folder)
+    manifest, digest = checks.read_manifest(folder)
+    check_expected(folder, digest, expected_digest, refreshed=True)
+    checks.check_digest(folder, digest)
     old = manifest.targets.get(device_class())
     like = old or next(iter(manifest.targets.values()))
     model = rebuild(folder, manifest, old.dtype if old else None, params)
     maker = TargetMaker(model, device_class(), like.plan, like.layout.kv_bits)
-    return _change(folder, manifest, model, maker, progress)
+    bundle = _change(folder, manifest, model, maker, progress)
+    remember_refreshed(digest, bundle.digest)
+    return bundle
 
 
 def _check_options(folder: Path, old: Target, dtype: str | None, kv_bits: int | None) -> None:
@@ -248,7 +253,8 @@ def _writing(folder: Path) -> Iterator[tuple[Path, Path]]:
     except FuncrtError:
         raise
     except (OSError, RuntimeError) as error:
-        raise BundleError(f"cannot export to {folder}: {error}") from error
+        hint = " Is the disk full?" if "[write]" in str(error) else ""  # MLX does not say why
+        raise BundleError(f"cannot export to {folder}: {error}{hint}") from error
 
 
 def _link(file: Path, to: Path) -> None:
@@ -272,7 +278,7 @@ class _Ticker:
         self._progress(self._done, self._total, item)
 
 
-def _describe(model: Model, shards: list[str], targets: dict[str, Target]) -> Manifest:
+def _describe(model: Model, weights: list[str], targets: dict[str, Target]) -> Manifest:
     """The manifest but for its files."""
     config = model.config.to_dict()
     del config["dtype"]  # it belongs to the targets
@@ -284,27 +290,7 @@ def _describe(model: Model, shards: list[str], targets: dict[str, Target]) -> Ma
         vocab_size=model.vocab_size,
         max_positions=model.config.max_positions,
         fingerprint=model.fingerprint,
-        params=ParamsEntry(tuple(shards), describe_arrays(model.params)),
+        params=ParamsEntry(tuple(weights), describe_arrays(model.params)),
         targets=targets,
         files={},
     )
-
-
-def _shard(params: Params) -> list[Params]:
-    shards: list[Params] = [{}]
-    size = 0
-    for name, array in params.items():
-        if shards[-1] and size + array.nbytes > _SHARD_BYTES:
-            shards.append({})
-            size = 0
-        shards[-1][name] = array
-        size += array.nbytes
-    return shards
-
-
-def _shard_names(shards: list[Params]) -> list[str]:
-    """One file, or numbered ones; the manifest lists them, so no other index is needed."""
-    count = len(shards)
-    if count == 1:
-        return ["params.safetensors"]
-    return [f"params-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]

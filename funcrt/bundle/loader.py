@@ -12,6 +12,7 @@ from funcrt.bundle.bundle import Bundle
 from funcrt.bundle.format import checks, files
 from funcrt.bundle.format.manifest import Manifest, Target
 from funcrt.bundle.graphs import device_class, mlx_version
+from funcrt.bundle.refreshed import check_expected
 from funcrt.bundle.weights import Weights, load_stored, read_weights
 from funcrt.errors import BundleError, InputError, TextError
 from funcrt.text import Tokenizer
@@ -46,7 +47,9 @@ def load_bundle(
         verify: "once" repeats the recorded calls and the invariances the first time that these
             files meet this device and MLX, and remembers that they passed.
         refresh: where the graphs are for another MLX or device class, export them again for this
-            one, into the folder. Needs the model's code to be part of funcrt.
+            one, into the folder. Needs the model's code to be part of funcrt, and `params` that a
+            bundle without weights was exported with. It changes the digest; `expected_digest` then
+            also fits what was made of that bundle on this machine.
 
     Raises:
         BundleError: in one line, what is wrong and what to do.
@@ -55,13 +58,19 @@ def load_bundle(
     if verify not in (None, "once"):
         raise InputError(f'verify: expected None or "once", got {verify!r}')
     try:
-        bundle = open_bundle(folder, params=params, expected_digest=expected_digest)
+        bundle = open_bundle(
+            folder, params=params, expected_digest=expected_digest, refreshed=refresh
+        )
     except OtherMachineError:
         if not refresh:
             raise
         from funcrt.bundle.exporter import refresh as export_again  # not needed to load
 
-        bundle = export_again(folder, params=params)
+        own = checks.load_manifest(folder).params.files
+        made_of = None if own else params
+        bundle = export_again(folder, params=made_of, expected_digest=expected_digest)
+        if own and params is not None:
+            bundle = bundle.with_params(read_weights(params))
     if verify == "once":
         from funcrt.bundle.proof.verifier import ensure_verified
 
@@ -71,14 +80,21 @@ def load_bundle(
 
 
 def open_bundle(
-    folder: str | Path, *, params: Weights | None = None, expected_digest: str | None = None
+    folder: str | Path,
+    *,
+    params: Weights | None = None,
+    expected_digest: str | None = None,
+    refreshed: bool = False,
 ) -> Bundle:
-    """`load_bundle` that leaves the weights on disk until they are used."""
+    """`load_bundle` that leaves the weights on disk until they are used.
+
+    `refreshed` takes what was made on this machine of the expected bundle, too.
+    """
     folder = Path(folder).absolute()
     for _ in range(_ATTEMPTS):
         before = _identity(folder)
         try:
-            bundle = _open(folder, params, expected_digest)
+            bundle = _open(folder, params, expected_digest, refreshed)
             if _identity(folder) == before:
                 return bundle
         except BundleError:
@@ -88,9 +104,9 @@ def open_bundle(
     raise BundleError(f"{folder} is replaced by others again and again; load it again")
 
 
-def _open(folder: Path, params: Weights | None, expected_digest: str | None) -> Bundle:
+def _open(folder: Path, params: Weights | None, expected: str | None, refreshed: bool) -> Bundle:
     manifest, digest = checks.read_manifest(folder)
-    _check_authentic(folder, digest, expected_digest)
+    check_expected(folder, digest, expected, refreshed=refreshed)
     device = device_class()
     target = _find_target(folder, manifest, device)
     checks.check_digest(folder, digest)
@@ -106,14 +122,6 @@ def _open(folder: Path, params: Weights | None, expected_digest: str | None) -> 
     stored = load_stored(folder, manifest) if manifest.params.files else {}
     bundle = Bundle(folder, manifest, digest, device, stored, graphs, tokenizer)
     return bundle if params is None else bundle.with_params(read_weights(params))
-
-
-def _check_authentic(folder: Path, digest: str, expected: str | None) -> None:
-    if expected is not None and digest != expected.lower():
-        raise BundleError(
-            f"{folder} is not the bundle that was expected: the sha256 of its manifest is "
-            f"{digest}, expected {expected}"
-        )
 
 
 def _find_target(folder: Path, manifest: Manifest, device: str) -> Target:

@@ -10,7 +10,7 @@ from funcrt.bundle.format.manifest import Manifest, Target, describe_arrays
 from funcrt.bundle.weights import Weights, as_stored, load_stored, read_weights
 from funcrt.errors import BundleError, ConfigError
 from funcrt.model import Model
-from funcrt.params import choose_dtype
+from funcrt.params import choose_dtype, fingerprint
 from funcrt.text import Tokenizer
 
 
@@ -23,11 +23,11 @@ def rebuild(
         folder: of the bundle.
         manifest: of the bundle.
         dtype: compute dtype; None chooses by the weights and the device.
-        params: weights of a bundle without any.
+        params: weights of a bundle without any, the ones that it was exported with.
 
     Raises:
-        BundleError: files are damaged, weights are missing, or the model's code is not part of this
-            funcrt.
+        BundleError: files are damaged, weights are missing or others, or the model's code is not
+            part of this funcrt.
     """
     if manifest.family is None or manifest.family not in models.FAMILIES:
         made_by = sorted({target.producer["mlx"] for target in manifest.targets.values()})
@@ -53,7 +53,15 @@ def rebuild(
             "export it again from its checkpoint"
         ) from None
     text = "tokenizer.json" in manifest.files
-    return Model(config, stored, Tokenizer.from_folder(folder) if text else None)
+    model = Model(config, stored, Tokenizer.from_folder(folder) if text else None)
+    given = {**manifest.model, "dtype": None, "architectures": None}
+    # Golden calls of other weights would speak of another model than the bundle's.
+    if params is not None and fingerprint(model.params, given) != manifest.fingerprint:
+        raise BundleError(
+            f"{folder} was exported from another model: the weights that were given are not those "
+            "that it was exported with; give these, and others when it is loaded"
+        )
+    return model
 
 
 def check_same(folder: Path, manifest: Manifest, model: Model, old: Target | None) -> None:

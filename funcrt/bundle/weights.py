@@ -8,12 +8,37 @@ from pathlib import Path
 from funcrt.bundle.format.manifest import DTYPES, ArraySpec, Manifest, describe_arrays
 from funcrt.errors import BundleError, ParamsError, SourceError, some_of
 from funcrt.params import FLOATS, Params
-from funcrt.storage import load_arrays
+from funcrt.storage import load_arrays, save_arrays
 
 import mlx.core as mx
 
 Weights = str | Path | Sequence[str | Path] | Mapping[str, mx.array]
 """Safetensors files, folders of them, or arrays by name."""
+
+
+_SHARD_BYTES = 5_000_000_000
+
+
+def save_stored(folder: Path, params: Params) -> list[str]:
+    """Write weights, in several files where one would be large. Raises OSError, RuntimeError.
+
+    Returns:
+        Names of the files. The manifest lists them, so no other index is needed.
+    """
+    shards: list[Params] = [{}]
+    size = 0
+    for name, array in params.items():
+        if shards[-1] and size + array.nbytes > _SHARD_BYTES:
+            shards.append({})
+            size = 0
+        shards[-1][name] = array
+        size += array.nbytes
+    count = len(shards)
+    names = [f"params-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+    names = names if count > 1 else ["params.safetensors"]
+    for name, shard in zip(names, shards, strict=True):
+        save_arrays(folder / name, shard, {"format": "mlx"})
+    return names
 
 
 def load_stored(folder: Path, manifest: Manifest) -> Params:

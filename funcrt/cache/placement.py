@@ -72,7 +72,7 @@ def place(mask: Sight, lengths: mx.array, positions: mx.array | None = None) -> 
         order=order,
         back=back,
         real=real,
-        slots=mx.where(real & (slot < scratch), slot, scratch),
+        slots=_keep_inside(slot, real, scratch),
         visible=mask & written,
         positions=positions,
         offset=lengths,
@@ -96,7 +96,7 @@ def place_causal(valid: mx.array, lengths: mx.array, capacity: int) -> Placement
         order=order,
         back=back,
         real=real,
-        slots=mx.where(real & (slot < scratch), slot, scratch),
+        slots=_keep_inside(slot, real, scratch),
         visible=column < seen[:, None, :, None],
         positions=None,
         offset=lengths,
@@ -127,6 +127,15 @@ def _columns(capacity: int) -> tuple[mx.array, mx.array]:
     """
     column = mx.arange(capacity, dtype=mx.int32)
     return column, column[-1]
+
+
+def _keep_inside(slot: mx.array, real: mx.array, scratch: mx.array) -> mx.array:
+    """Where packed tokens are written.
+
+    No length, however wrong, may lead a write elsewhere: MLX checks no index. Sums may even have
+    wrapped.
+    """
+    return mx.where(real & (slot >= 0) & (slot < scratch), slot, scratch)
 
 
 def give_sight(mask: mx.array, slots: mx.array) -> mx.array:

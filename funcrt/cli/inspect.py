@@ -25,7 +25,10 @@ def inspect(
     ] = None,
     dot: Annotated[
         str | None,
-        typer.Option(metavar="FUNCTION", help="Print a function's graph in Graphviz's language."),
+        typer.Option(
+            metavar="FUNCTION",
+            help="Print a function's graph in Graphviz's language: prefill, or prefill_b1_t4_s512.",
+        ),
     ] = None,
 ) -> None:
     """List what a bundle holds and what it takes to run it; nothing of it is run."""

@@ -57,18 +57,29 @@ def read_fields(kind: type, hf: Mapping[str, Any]) -> dict[str, Any]:
 def check_fields(config: Any) -> None:
     """Raise ConfigError unless every field holds a value of its type, whole numbers large enough.
 
-    Whole numbers have to fit an int32.
+    Whole numbers have to fit an int32. Values are put into their form as `settle` does.
     """
-    kind: Any = type(config)
-    kinds = _types(kind)
+    settle(config)
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        convert(field.name, value, kinds[field.name])
         least = field.metadata.get("least", 1)
         whole = isinstance(value, int) and not isinstance(value, bool)
         if whole and not least <= value < 1 << 31:
             size = "a positive int32" if least == 1 else f"an int32 from {least} up"
             raise ConfigError(f"config {field.name}: expected {size}, got {value!r}")
+
+
+def settle(config: Any) -> None:
+    """Bring the fields of a new frozen dataclass into the form that `from_dict` gives them.
+
+    Equal configs are then written alike, 32.0 and never 32, and have one fingerprint.
+
+    Raises ConfigError as `convert` does.
+    """
+    kind: Any = type(config)
+    for field in dataclasses.fields(config):
+        value = convert(field.name, getattr(config, field.name), _types(kind)[field.name])
+        object.__setattr__(config, field.name, value)  # as __init__ of a frozen one does
 
 
 def convert(name: str, value: Any, expected: Any) -> Any:

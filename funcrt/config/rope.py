@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from funcrt.config.fields import settle
 from funcrt.errors import ConfigError
 
 _KEYS: dict[str, set[str]] = {
@@ -67,6 +68,9 @@ class RopeConfig:
     long_factor: tuple[float, ...] = ()
     partial: float = 1.0
     interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        settle(self)
 
     @classmethod
     def from_hf(

@@ -13,7 +13,7 @@ from typing import Any
 
 from funcrt import publish
 from funcrt.buckets import BucketPlan
-from funcrt.bundle import export, exporter, load_bundle, load_manifest, targets, verify
+from funcrt.bundle import export, exporter, load_bundle, load_manifest, targets, verify, weights
 from funcrt.bundle.exporter import KIND
 from funcrt.bundle.format import files
 from funcrt.bundle.golden import recorder as golden
@@ -104,7 +104,7 @@ def test_a_place_that_cannot_be_written(model: Model, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("module", "stage"),
-    [(exporter, "save_arrays"), (files, "describe_files"), (exporter, "publish")],
+    [(weights, "save_arrays"), (files, "describe_files"), (exporter, "publish")],
     ids=["weights", "hashes", "publish"],
 )
 def test_a_full_disk_leaves_the_old_bundle(
@@ -222,7 +222,7 @@ def test_a_wide_plan(tmp_path: Path, kind: str) -> None:
 def test_large_weights_are_split(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exporter, "_SHARD_BYTES", 50_000)
+    monkeypatch.setattr(weights, "_SHARD_BYTES", 50_000)
     bundle = export(model, tmp_path / "out", SMALL)
     files = bundle.manifest.params.files
     assert files[0] == f"params-00001-of-{len(files):05}.safetensors"

@@ -22,6 +22,7 @@ from funcrt.bundle import (
     refresh,
     verify,
 )
+from funcrt.bundle import refreshed as records
 from funcrt.bundle.format import files
 from funcrt.bundle.format.checks import save_manifest
 from funcrt.bundle.format.manifest import CERTIFICATE, DIGEST, MANIFEST, Target
@@ -188,6 +189,21 @@ def test_refresh_for_another_mlx(copy: Path, folder: Path, edit: Edit) -> None:
     assert bundle.tokenizer is not None
 
 
+def test_refresh_while_loading_with_other_weights(copy: Path, edit: Edit, folder: Path) -> None:
+    """What is exported again, and recorded, is the bundle's own model."""
+
+    def age(target: Target) -> Target:
+        return replace(target, producer={**target.producer, "mlx": "0.1.2"})
+
+    own = load_manifest(folder).fingerprint
+    other = make_model("float32", seed=4)
+    edit(copy, lambda manifest: edit_target(manifest, age))
+    bundle = load_bundle(copy, params=other.params, refresh=True)
+    assert bundle.fingerprint == other.fingerprint
+    assert load_bundle(copy).fingerprint == own
+    assert all(check.passed for check in verify(copy))
+
+
 def test_refresh_leaves_other_device_classes(elsewhere: Path) -> None:
     before = contents(elsewhere)
     bundle = refresh(elsewhere)
@@ -254,6 +270,39 @@ def test_only_the_expected_bundle_is_loaded(copy: Path, edit: Edit) -> None:
         load_bundle(copy, expected_digest=digest)
 
 
+def test_what_was_made_of_the_expected_bundle_is_loaded(copy: Path, edit: Edit) -> None:
+    def age() -> str:
+        made_by = {"mlx": "0.1.2"}
+        edit(copy, lambda m: edit_target(m, lambda target: replace(target, producer=made_by)))
+        return files.hash_file(copy / MANIFEST)
+
+    digest = age()
+    refreshed = load_bundle(copy, expected_digest=digest, refresh=True).digest
+    assert refreshed != digest
+    assert load_bundle(copy, expected_digest=digest, refresh=True).digest == refreshed
+    with pytest.raises(BundleError, match="not the bundle that was expected"):
+        load_bundle(copy, expected_digest=digest)  # nobody said that it may be another
+    refresh(copy, expected_digest=digest)  # once more: what came of it in two steps
+    load_bundle(copy, expected_digest=digest, refresh=True)
+    age()  # by somebody else
+    before = contents(copy)
+    with pytest.raises(BundleError, match="not the bundle that was expected"):
+        load_bundle(copy, expected_digest=digest, refresh=True)
+    with pytest.raises(BundleError, match="not the bundle that was expected"):
+        refresh(copy, expected_digest=digest)
+    assert contents(copy) == before
+
+
+@pytest.mark.parametrize("text", ["", "[[]]", "{}", '["../x", 1]'])
+def test_a_damaged_record_of_what_was_made(own_cache: Path, text: str) -> None:
+    digest = "0" * 64
+    records.remember_refreshed(digest, "1" * 64)
+    assert records.find_refreshed(digest) == {digest, "1" * 64}
+    (own_cache / "refreshed" / f"{digest}.json").write_text(text, "utf-8")
+    assert records.find_refreshed(digest) == {digest}
+    assert records.find_refreshed("../x") == {"../x"}
+
+
 @pytest.fixture(scope="module")
 def bare(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle without weights."""
@@ -312,8 +361,12 @@ def test_a_bundle_without_weights_is_extended_with_some(
     more = BucketPlan(batch=(2,), tokens=(8,), capacity=(24,))
     with pytest.raises(BundleError, match="exported without weights: give some"):
         extend(copy, more)
-    with pytest.raises(BundleError, match="expected fingerprint"):
-        extend(copy, more, params=make_model("float32", seed=4).params)
+    before = contents(copy)
+    other = make_model("float32", seed=4).params
+    for change in (lambda: extend(copy, more, params=other), lambda: refresh(copy, params=other)):
+        with pytest.raises(BundleError, match="not those that it was exported with"):
+            change()
+    assert contents(copy) == before
     bundle = extend(copy, more, params=folder)
     assert bundle.plan.capacity == (16, 24)
     assert not list(copy.rglob("params*"))

@@ -36,8 +36,14 @@ def damaged(tiny: Path, tmp_path: Path) -> Path:
 
 
 def write_manifest(folder: Path, text: bytes) -> None:
-    (folder / MANIFEST).write_bytes(text)
-    (folder / DIGEST).write_text(f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n")
+    put(folder / MANIFEST, text)
+    put(folder / DIGEST, f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n".encode())
+
+
+def put(path: Path, content: bytes) -> None:
+    """A new file: some file systems wait for the disk when an old one is overwritten."""
+    path.unlink()
+    path.write_bytes(content)
 
 
 def line_of(error: FuncrtError) -> str:
@@ -151,7 +157,7 @@ def test_mutated_weights(tiny: Path, damaged: Path) -> None:
     opened = 0
     for seed in range(COUNT):
         changed = mutate_file(content, random.Random(seed))
-        (damaged / PARAMS).write_bytes(changed)
+        put(damaged / PARAMS, changed)
         if seed % 20 == 0:  # the whole way; what comes before the weights finds nothing wrong
             entry = FileEntry(
                 len(changed), hash_file(damaged / PARAMS), hash_header(damaged / PARAMS)

@@ -13,8 +13,8 @@ from funcrt.bundle import Bundle, drawing
 from funcrt.bundle.drawing import draw
 from funcrt.bundle.facts import BundleFacts, TargetFacts, bytes_read, count_bytes, know
 from funcrt.bundle.format.checks import load_manifest
-from funcrt.bundle.format.files import hash_file
-from funcrt.bundle.format.manifest import ArraySpec, describe_arrays
+from funcrt.bundle.format.files import hash_file, read_file
+from funcrt.bundle.format.manifest import ArraySpec, Manifest, describe_arrays
 from funcrt.cli.page import render
 from funcrt.errors import BundleError
 from funcrt.footprint import Footprint
@@ -235,10 +235,28 @@ def test_the_command_prints_the_drawing(folder: Path) -> None:
     done = run_here("inspect", folder, "--dot", "top_b2_t1_s0")
     assert done.returncode == 0
     assert re.match(r"digraph \{.*\}\n\Z", done.stdout, re.DOTALL)
-    unknown = run_here("inspect", folder, "--dot", "decode")
+    unknown = run_here("inspect", folder, "--dot", "decode_b9")
     assert (unknown.returncode, unknown.stdout) == (1, "")
-    assert "no function 'decode'; there are prepare, " in unknown.stderr
+    assert "no function 'decode_b9'; there are prepare, " in unknown.stderr
     assert DECODE in unknown.stderr
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+def test_a_name_alone_stands_for_the_smallest_shape(
+    bundle: Bundle, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[str] = []
+
+    def see(folder: Path, file: str, manifest: Manifest) -> bytes:
+        drawn.append(file)
+        return read_file(folder, file, manifest)
+
+    monkeypatch.setattr(drawing, "read_file", see)
+    entries = [entry for entry in bundle.target.functions if entry.name == name]
+    smallest = min(entries, key=lambda entry: entry.bucket or ())
+    assert len(entries) > 1
+    assert draw(bundle.folder, name).startswith("digraph {")
+    assert drawn == [smallest.file]
 
 
 @pytest.mark.usefixtures("untouched")

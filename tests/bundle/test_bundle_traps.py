@@ -12,13 +12,12 @@ from funcrt import sampling
 from funcrt.bundle import Bundle, export, load_bundle
 from funcrt.bundle.format.manifest import FunctionEntry
 from funcrt.bundle.targets import TargetMaker
-from funcrt.cache import CacheState
 from funcrt.errors import BundleError
 from funcrt.flat import FlatFunction
 from funcrt.model import Model
 from tests.bundle.conftest import SMALL
 from tests.bundle.test_bundle_fuzz import write_manifest
-from tests.helpers import ids, make_model, random_tokens, relative_error, run_plain
+from tests.helpers import make_model, random_tokens, relative_error, run_plain
 
 import mlx.core as mx
 import pytest
@@ -121,7 +120,7 @@ def fail_late() -> Change:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (fail_late(), r"cannot be exported: no more"),
+        (fail_late(), r"cannot export to .*: no more"),
         (mx.contiguous, r"forward_b2_t8_s16 cannot be exported: .*Contiguous"),
     ],
     ids=["raises", "cannot be exported"],
@@ -265,65 +264,3 @@ def test_the_default_device_changes_after_loading(bundle: Bundle, model: Model) 
         assert relative_error(bundle(tokens)[0][0], expected) <= 2e-5
     finally:
         mx.set_default_device(before)
-
-
-# --- writes --------------------------------------------------------------------------------------
-
-S = 16
-
-
-def ragged(bundle: Bundle, lengths: list[int]) -> CacheState:
-    """A state whose rows say that they hold so many tokens."""
-    _, state = bundle([random_tokens(8), random_tokens(8, 1)])
-    mx.eval(state)
-    return {**state, "lengths": mx.array(lengths, mx.int32)}
-
-
-def call(bundle: Bundle, name: str, state: CacheState) -> tuple[mx.array, CacheState]:
-    """Two tokens more for both rows, or one; logits of the second row, and the state."""
-    functions, settings = bundle.functions, sampling.make_settings(2, V)
-    token, active = ids([5], [7])[:, 0], mx.array([True, True])
-    tokens, valid = ids([5] * 8, [7] * 8), mx.array([[1, 1] + [0] * 6] * 2)
-    block = mx.tril(mx.ones((8, 8)))[None] * valid[:, :, None] * valid[:, None]
-    mask = mx.arange(S) <= state["lengths"][:, None, None, None] + mx.arange(8)[:, None]
-    match name:
-        case "decode":
-            made, state = functions.decode(token, active, settings, state)
-            logits = made.logits
-        case "decode_greedy":
-            made, state = functions.decode_greedy(token, active, state)
-            logits = made.logits
-        case "verify":
-            made, state = functions.verify(tokens, valid, settings, state)
-            logits = made.logits
-        case "verify_greedy":
-            made, state = functions.verify_greedy(tokens, valid, state)
-            logits = made.logits
-        case "prefill":
-            logits, state = functions.prefill(tokens, valid, state)
-        case "prefill_block":
-            logits, state = functions.prefill_block(tokens, block, state)
-        case _:
-            logits, state = functions.forward(tokens, mask & (valid != 0)[:, None, :, None], state)
-            logits = logits[:, :2]
-    mx.eval(logits, state)
-    return logits[1], state
-
-
-@pytest.mark.parametrize("length", [S - 2, S - 1, S, S + 1, 2**30, -1, -S, -(2**30)])
-@pytest.mark.parametrize(
-    "name",
-    ["forward", "prefill", "prefill_block", "decode", "decode_greedy", "verify", "verify_greedy"],
-)
-def test_writes_stay_inside(bundle: Bundle, name: str, length: int) -> None:
-    """MLX checks no index: what is out of range would land in the next head, row or array."""
-    expected, before = call(bundle, name, ragged(bundle, [8, 8]))
-    logits, after = call(bundle, name, ragged(bundle, [length, 8]))
-    assert mx.array_equal(logits, expected).item()
-    for key, array in after.items():
-        assert mx.array_equal(array[1], before[key][1]).item(), key
-    if length >= S - 1:  # nothing is left to write to but the scratch slot
-        held = ragged(bundle, [length, 8])
-        for key, array in after.items():
-            if key != "lengths":
-                assert mx.array_equal(array[0, :, : S - 1], held[key][0, :, : S - 1]).item(), key

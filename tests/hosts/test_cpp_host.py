@@ -121,7 +121,12 @@ def test_verify_measures_what_python_measures(kind, copy, tmp_path):
                 f"ok     {check.function} {check.check} {numbers} {check.note}".rstrip()
             )
     done = start(folder, "--verify")
-    assert done.stdout.splitlines() == expected
+    worst = {}  # a function that is called twice has two lines of each check
+    for line in done.stdout.splitlines():
+        _, function, check, measured, *_ = line.split()
+        if float(measured) > float(worst.setdefault((function, check), line).split()[3]):
+            worst[function, check] = line
+    assert list(worst.values()) == expected
     assert done.returncode == 0
     assert {line.split()[2] for line in expected} == set(golden)
 

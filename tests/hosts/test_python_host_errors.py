@@ -34,7 +34,7 @@ def link_out(folder: Path) -> None:
         (lambda f: flip(f / PREPARE), "prepare.mlxfn is damaged"),
         (lambda f: flip(f / "params.safetensors"), "params.safetensors is damaged"),
         (lambda f: flip(f / "manifest.json"), "manifest.json has another digest"),
-        (link_out, "prepare.mlxfn leads outside"),
+        (link_out, "prepare.mlxfn is not in the bundle"),
         (lambda f: rewrite(f, '"3.0"', '"4.0"'), "cannot read funcrt-bundle 4.0, only 3.x"),
         (lambda f: rewrite(f, '"funcrt-bundle"', '"bundle"'), "cannot read bundle 3.0, only 3.x"),
         (lambda f: rewrite(f, f'"mlx": "{mx.__version__}"', '"mlx": "0.1"'), "install mlx==0.1"),
@@ -103,3 +103,10 @@ def test_impossible_requests_are_refused(
         run(plain, *arguments)
     assert str(refusal.value).startswith("run.py: ")
     assert reason in str(refusal.value)
+
+
+def test_text_needs_a_tokenizer(copy: Path, run: Command) -> None:
+    rewrite(copy, '"tokenizer.json"', '"other.json"')
+    with pytest.raises(SystemExit) as refusal:
+        run(copy, "--prompt", "text")
+    assert str(refusal.value) == "run.py: tokenizer.json is not in the bundle"

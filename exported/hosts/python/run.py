@@ -71,8 +71,8 @@ class Bundle:
 
     def read(self, name):
         """The bytes of a listed file; MLX must not see damaged ones, which crash it."""
-        path, listed = self.folder / name, self.manifest["files"][name]
-        refuse(f"{path} leads outside", unless=path.resolve().is_relative_to(self.folder))
+        path, listed = (self.folder / name).resolve(), self.manifest["files"].get(name)
+        refuse(f"{name} is not in the bundle", unless=listed and path.is_relative_to(self.folder))
         data = path.read_bytes()
         refuse(f"{path} is damaged", unless=sha256(data).hexdigest() == listed["sha256"])
         return data

@@ -1,8 +1,9 @@
 """Which golden calls a plan gets, and on what inputs: lists of integers, the same on every machine.
 
-Each batch and capacity gets every function once, in one chain that threads its cache state; the
-chain begins again where the cache would overflow. Rows are padded left, right, in holes or not at
-all, in turns; with more than one row, the last is idle in every other call.
+Each batch and capacity gets every function once, in one chain that threads its cache state. Where
+the cache would overflow, the chain begins again, with a short `prefill` more: a function that finds
+an empty cache could as well not read it. Rows are padded left, right, in holes or not at all, in
+turns; with more than one row, the last is idle in every other call.
 
 How many guesses are accepted depends on the model, so calls that verify guesses are undone: the
 next call goes on from the state before them. Right guesses are filled in by the reference.
@@ -24,6 +25,7 @@ LIKELIEST = -1
 JUDGED = 5  # real places of a row in a call with guesses whose choice is compared
 VERIFYING = ("verify_greedy", "verify")
 _RIGHT = (1, 3, 0, 2)  # right guesses of a row, in turns; the others are arbitrary
+_SHORT = 8  # tokens at most that a chain begins again with
 
 
 class Step(NamedTuple):
@@ -92,17 +94,19 @@ def make_layout(
 def _make_case(
     plan: BucketPlan, batch: int, capacity: int, vocab_size: int, hides: bool, grows: bool
 ) -> Case:
-    case = Case(batch, capacity, [])
-    rows: list[Row] = []
+    case, room = Case(batch, capacity, []), capacity - 1
+    rows = _make_rows(batch)
     for number, (function, tokens) in enumerate(_order(plan)):
         # Both functions that verify guesses judge the same ones, which are computed only once.
         turn = plan.tokens.index(tokens) if function in VERIFYING else number
-        valid = [_pattern(row, turn, tokens, batch, capacity - 1) for row in range(batch)]
-        fresh = not rows or any(
-            len(row.steps) + sum(real) > capacity - 1 for row, real in zip(rows, valid, strict=True)
-        )
-        if fresh:
-            rows = [Row(Random(index)) for index in range(batch)]
+        valid = _patterns(turn, tokens, batch, room)
+        if any(len(row.steps) + sum(real) > room for row, real in zip(rows, valid, strict=True)):
+            rows = _make_rows(batch)
+            if room > 1:
+                valid = _patterns(turn, tokens, batch, room - 1)
+                left = room - max(map(sum, valid))
+                case.calls.append(_make_start(rows, plan.tokens[0], left, vocab_size))
+        fresh = not any(row.steps for row in rows)
         if function in VERIFYING:
             call = _make_guesses(function, tokens, fresh, rows, valid, vocab_size)
         else:
@@ -113,6 +117,18 @@ def _make_case(
     if grows and capacity != plan.capacity[-1]:  # last, since the state is another one after it
         case.calls.append(_make_stateless(GROW, case.calls[-1]))
     return case
+
+
+def _make_rows(batch: int) -> list[Row]:
+    return [Row(Random(index)) for index in range(batch)]
+
+
+def _make_start(rows: list[Row], tokens: int, left: int, vocab: int) -> Call:
+    """A text of at most `left` tokens in every row: the next call finds something cached."""
+    most = min(tokens, left, _SHORT)
+    counts = [max(1, most - index % 3) for index in range(len(rows))]
+    valid = [[place < count for place in range(tokens)] for count in counts]
+    return _make_call("prefill", tokens, True, rows, valid, vocab, hides=False)
 
 
 def _order(plan: BucketPlan) -> list[tuple[str, int]]:
@@ -128,6 +144,10 @@ def _order(plan: BucketPlan) -> list[tuple[str, int]]:
     ]
     first = ("prefill", plan.tokens[0])
     return [first, *guesses, *calls, ("decode_greedy", 1), ("decode", 1)]
+
+
+def _patterns(number: int, tokens: int, batch: int, most: int) -> list[list[bool]]:
+    return [_pattern(row, number, tokens, batch, most) for row in range(batch)]
 
 
 def _pattern(row: int, number: int, tokens: int, batch: int, most: int) -> list[bool]:

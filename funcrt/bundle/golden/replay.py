@@ -226,8 +226,8 @@ def observe_growth(before: CacheState, after: CacheState) -> Observation:
 
 
 def _any(flags: mx.array) -> mx.array:
-    """`[B, ...]` -> `[B]`."""
-    return mx.any(flags.reshape(flags.shape[0], -1), axis=1)
+    """`[B, ...]` -> `[B]`. Not flattened: MLX's axes end at 2**31, caches may be larger."""
+    return mx.any(flags, axis=list(range(1, flags.ndim)))
 
 
 def _find_strange(outputs: Arrays, inputs: Arrays) -> dict[str, mx.array]:
