@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -35,10 +35,9 @@ def measure(subject: Subject, prompts: Prompts, max_tokens: int) -> dict[str, An
     """Time prompts that arrive together.
 
     Returns:
-        `seconds` until the last token; `first_token_s` of each prompt; `decode_tok_s`, tokens per
-        second between the first and the last (None for a single one); `token_s`, the time from
-        each token to the next (empty for several prompts); `tokens` of each prompt;
-        `peak_bytes` of arrays, weights included; `report` of the subject.
+        `seconds` until the last token; `first_token_s` of each prompt; `decode_tok_s`, see
+        `decode_rate`; `token_s`, the time from each token to the next (empty for several prompts);
+        `tokens` of each prompt; `peak_bytes` of arrays, weights included; `report` of the subject.
     """
     subject.reset_peak()
     begin = time.perf_counter()
@@ -49,16 +48,25 @@ def measure(subject: Subject, prompts: Prompts, max_tokens: int) -> dict[str, An
         times.append(time.perf_counter() - begin)
         first.setdefault(row, times[-1])
         tokens[row].append(token)
-    after = times[-1] - times[0]
     return {
         "seconds": times[-1],
         "first_token_s": [first[row] for row in range(len(prompts))],
-        "decode_tok_s": (len(times) - 1) / after if after else None,
+        "decode_tok_s": decode_rate(times),
         "token_s": [b - a for a, b in pairwise(times)] if len(prompts) == 1 else [],
         "tokens": tokens,
         "peak_bytes": subject.peak(),
         "report": subject.report(),
     }
+
+
+def decode_rate(times: Sequence[float]) -> float | None:
+    """Tokens per second between tokens that came at these times; None for a single one.
+
+    Who works ahead hands the first token out when the second is nearly there, and the last one
+    without delay: of four or more tokens, neither counts.
+    """
+    inner = times[1:-1] if len(times) >= 4 else times
+    return (len(inner) - 1) / (inner[-1] - inner[0]) if len(inner) > 1 else None
 
 
 def main() -> None:

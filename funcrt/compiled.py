@@ -14,6 +14,7 @@ from funcrt.cache import (
     check_state,
     init_cache,
     place,
+    slot_axis,
     state_size,
 )
 from funcrt.errors import CapacityError, InputError
@@ -67,6 +68,9 @@ class Compiled:
         self._source = source
         self._eager = eager
         self._params = list(params)
+        self._slotted = next(  # an array that has slots, and where
+            ((e.name, axis) for e in cache_spec if (axis := slot_axis(e.name)) is not None), None
+        )
         self._is_recurrent = any(entry.kind == "recurrent" for entry in cache_spec)
         self._callables: dict[tuple[str, Bucket], Callable[..., Sequence[mx.array]]] = {}
 
@@ -198,7 +202,8 @@ class Compiled:
         self, name: str, tokens: int, inputs: list[mx.array], state: CacheState
     ) -> tuple[Sequence[mx.array], CacheState]:
         state = check_state(self.cache_spec, state)
-        bucket = Bucket(state_size(state)[0], tokens, state_size(state)[1])
+        slots = 1 if self._slotted is None else state[self._slotted[0]].shape[self._slotted[1]]
+        bucket = Bucket(state["lengths"].shape[0], tokens, slots)
         self._check_inputs(name, bucket, inputs)
         self._check_order(name, inputs, state)
         names = list(state)

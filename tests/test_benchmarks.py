@@ -14,6 +14,7 @@ from benchmarks import (
     sequence,
     steps,
     weights,
+    workers,
 )
 from benchmarks.goals import GOALS, Goal, judge
 from benchmarks.prompts import cut, draw
@@ -115,6 +116,22 @@ def test_sequence_summary_counts_the_bytes_that_a_step_reads() -> None:
     assert found["gb_s"] == pytest.approx(2 * (900 + 10 * 10) / 1e9)
     assert found["share"] == pytest.approx(0.5)
     assert (found["ms_step"], found["traces"], found["primitives"]) == (500, 2, 5)
+
+
+@pytest.mark.parametrize(
+    ("times", "rate"),
+    [
+        ([3.0], None),
+        ([3.0, 3.5], 2.0),
+        ([3.0, 3.5, 4.0], 2.0),
+        ([3.0, 3.1, 3.6, 4.1, 4.1], 2.0),
+        ([9.0, 9.0, 9.25, 9.25], 4.0),
+    ],
+)
+def test_decoding_is_timed_without_what_comes_late_or_at_once(
+    times: list[float], rate: float | None
+) -> None:
+    assert workers.decode_rate(times) == (None if rate is None else pytest.approx(rate))
 
 
 def test_bytes_read_by_a_step() -> None:

@@ -24,6 +24,7 @@ from funcrt.cache.layout import (
     kind_of,
     layout_of,
     row_entries,
+    slot_axis,
     state_bytes,
     state_size,
 )
@@ -78,6 +79,7 @@ __all__ = [
     "save",
     "select",
     "shrink",
+    "slot_axis",
     "snapshot",
     "state_bytes",
     "state_size",

@@ -10,7 +10,7 @@ from funcrt import cache
 from funcrt.buckets import BucketPlan
 from funcrt.cache import CacheSpec, CacheState
 from funcrt.engine.request import Request
-from funcrt.engine.rows import choose_capacity, copy_row, resize
+from funcrt.engine.rows import choose_capacity, copy_row
 
 import mlx.core as mx
 
@@ -96,7 +96,7 @@ class PrefixPool:
         ):
             return
         self._shrink(self._limit - nbytes)  # before there are both
-        copied = resize(copy_row(state, row), capacity)
+        copied = copy_row(state, row, min(capacity, cache.state_size(state)[1]))
         if length < request.cached:
             copied = cache.trim(copied, request.cached - length)
         mx.eval(copied)

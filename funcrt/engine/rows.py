@@ -131,11 +131,24 @@ class Rows:
         self._slack = 0
 
 
-def copy_row(state: CacheState, row: int) -> CacheState:
-    """A state of one row, evaluated: nothing keeps the others' arrays."""
-    if state["lengths"].shape[0] == 1:
+def copy_row(state: CacheState, row: int, capacity: int | None = None) -> CacheState:
+    """A state of one row, evaluated: nothing keeps the others' arrays.
+
+    Args:
+        state: of any number of rows.
+        row: the one that is copied.
+        capacity: slots of the copy, no more than there are, which hold the row; None keeps all.
+    """
+    present = cache.state_size(state)[1]
+    if state["lengths"].shape[0] == 1 and capacity in (None, present):
         return state
-    copied = cache.select(state, row)
+    copied = {}
+    for name, array in state.items():
+        cut = [slice(row, row + 1), *[slice(None)] * (array.ndim - 1)]
+        axis = cache.slot_axis(name)
+        if axis is not None:  # whatever is in the new scratch slot: nothing sees it
+            cut[axis] = slice(capacity)
+        copied[name] = mx.contiguous(array[tuple(cut)])
     mx.eval(copied)
     return copied
 

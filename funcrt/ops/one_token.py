@@ -2,9 +2,10 @@
 
 MLX's own attention with a mask goes through cuDNN there: 15 to 20 us of the host's time a call, and
 every slot of the cache is read. This kernel takes 4 us, and its work grows with what is held.
-A block has the query heads of one key head, over one share of the slots; the blocks of all shares
-are a cluster, which reads each other's shared memory. 8 values make a load of 16 bytes, D / 8 lanes
-a slot; each such group of lanes goes through slots of its own, and keeps its own softmax
+A block has some query heads of one key head, over one share of the slots; a second kernel puts the
+shares of long caches together. (Clusters of blocks would do without it, but MLX's CUDA graphs are
+updated wrongly where only some kernels have them.) 8 values make a load of 16 bytes, D / 8 lanes a
+slot; each such group of lanes goes through slots of its own, and keeps its own softmax
 (arXiv:1805.02867) until all are put together.
 """
 
@@ -12,36 +13,29 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
 
 _WIDTHS = (64, 128, 256)
-_MOST_HEADS = 8  # of one key head: what they add up is in registers
+_MOST_HEADS = 8  # of a block: what they add up is in registers
+_WARPS = 8  # of a block: each thread may then have all the registers that there are
 _SHARED = 8192  # float32 values of shared memory
+_SHORTEST_SHARE = 4096  # slots: 20 us; a second kernel takes 5
 _BLOCKS = 132  # one for each multiprocessor of an H100 or H200
-_SHORTEST_SHARE = 128  # slots
-_SHARES = 8  # what every GPU with clusters takes
-_CLUSTERS_FROM = 9  # compute capability
-
-_HEADER = """
-#undef __global__
-#define __global__ __attribute__((global)) __cluster_dims__(1, 1, SHARES)
-"""
 
 _SOURCE = """
   constexpr int LANES = D / 8;
   constexpr int TOGETHER = 32 / LANES;        // slots that a warp looks at together
   constexpr int STEP = WARPS * TOGETHER;      // ... and a block
-  constexpr int AHEAD = 2;                    // of each group of lanes, in flight
+  constexpr int AHEAD = G > 4 ? 2 : 4;        // of each group of lanes, in flight
   constexpr unsigned ALL = 0xffffffffu;
   constexpr float NOTHING = -1e30f;
   __shared__ float sums[WARPS][G][D];
   __shared__ float bests[WARPS][G];
   __shared__ float totals[WARPS][G];
-  PARTS
 
   const int head = blockIdx.x, row = blockIdx.y, share = blockIdx.z;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -62,8 +56,9 @@ _SOURCE = """
       sum[g][i] = 0.0f;
     }
   }
-  const T* k_at = keys + row * keys_strides[0] + head * keys_strides[1] + column;
-  const T* v_at = values + row * values_strides[0] + head * values_strides[1] + column;
+  const int key_head = head / SPLIT;
+  const T* k_at = keys + row * keys_strides[0] + key_head * keys_strides[1] + column;
+  const T* v_at = values + row * values_strides[0] + key_head * values_strides[1] + column;
   const bool* shown = mask + row * mask_strides[0];
 
   for (int base = begin + warp * TOGETHER + group; base - group < end; base += STEP * AHEAD) {
@@ -152,36 +147,35 @@ _SOURCE = """
     }
     FINISH
   }
-  GATHER
 """
-_FINISH = "out[((long long)row * gridDim.x + head) * G * D + n] = static_cast<T>(value / all);"
-_KEEP = """part[g][d] = value;
+_WHOLE = "out[(row * gridDim.x + head) * G * D + n] = static_cast<T>(value / all);"
+_SHARE = """const int place = (row * gridDim.x + head) * SHARES + share;
+    sums_of[(place * G + g) * D + d] = value;
     if (d == 0) {
-      part_best[g] = top;
-      part_total[g] = all;
+      stats[(place * G + g) * 2] = top;
+      stats[(place * G + g) * 2 + 1] = all;
     }"""
-_PARTS = "__shared__ float part[G][D], part_best[G], part_total[G];"
-_GATHER = """cg::cluster_group cluster = cg::this_cluster();
-  cluster.sync();
-  for (int n = share * blockDim.x + threadIdx.x; n < G * D; n += SHARES * blockDim.x) {
-    const int g = n / D, d = n % D;
-    float top = NOTHING, value = 0.0f, all = 0.0f;
-    for (int r = 0; r < SHARES; ++r) top = fmaxf(top, *cluster.map_shared_rank(&part_best[g], r));
-    for (int r = 0; r < SHARES; ++r) {
-      const float its = exp2f(*cluster.map_shared_rank(&part_best[g], r) - top);
-      value += *cluster.map_shared_rank(&part[g][d], r) * its;
-      all += *cluster.map_shared_rank(&part_total[g], r) * its;
+_JOIN = """
+  const int first = blockIdx.x * SHARES;
+  for (int n = threadIdx.x; n < G * D; n += blockDim.x) {
+    const int g = n / D;
+    float top = -1e30f, value = 0.0f, all = 0.0f;
+    for (int s = first; s < first + SHARES; ++s) top = fmaxf(top, stats[(s * G + g) * 2]);
+    for (int s = first; s < first + SHARES; ++s) {
+      const float its = exp2f(stats[(s * G + g) * 2] - top);
+      value += sums[s * G * D + n] * its;
+      all += stats[(s * G + g) * 2 + 1] * its;
     }
-    out[((long long)row * gridDim.x + head) * G * D + n] = static_cast<T>(value / all);
+    out[blockIdx.x * G * D + n] = static_cast<T>(value / all);
   }
-  cluster.sync();  // nobody may leave while others read what it has"""
+"""
 
 
 def supports(q: mx.array, keys: mx.array, values: mx.array) -> bool:
     """Whether the kernel is for these shapes and dtypes."""
     return (
         q.shape[2] == 1
-        and q.shape[1] // keys.shape[1] <= _MOST_HEADS
+        and _choose_heads(q.shape[1] // keys.shape[1]) <= _MOST_HEADS
         and q.shape[3] in _WIDTHS
         and values.shape == keys.shape
         and q.dtype in (mx.bfloat16, mx.float16)
@@ -204,51 +198,66 @@ def attend(q: mx.array, keys: mx.array, values: mx.array, mask: mx.array, scale:
     """
     batch, heads, _, width = q.shape
     groups, capacity = keys.shape[1:3]
-    each, shares = heads // groups, _choose_shares(batch * groups, capacity)
-    warps = min(16 if each <= 4 else 8, _SHARED // (each * width))
+    each = _choose_heads(heads // groups)
+    blocks = heads // each
+    shares = max(1, min(_BLOCKS // (batch * blocks), capacity // _SHORTEST_SHARE))
+    threads = 32 * min(_WARPS, _SHARED // (each * width))
     bits = struct.unpack("i", struct.pack("f", scale * math.log2(math.e)))[0]
-    out: mx.array = _kernel(shares)(
-        inputs=[q, keys, values, mask],
-        template=[
-            ("T", q.dtype), ("D", width), ("G", each), ("WARPS", warps), ("SHARES", shares),
+    template = [("T", q.dtype), ("D", width), ("G", each), ("SHARES", shares)]
+    look: dict[str, Any] = {
+        "inputs": [q, keys, values, mask],
+        "template": [
+            *template,
+            ("WARPS", threads // 32),
             ("SCALE", bits),
+            ("SPLIT", blocks // groups),
         ],
-        grid=(groups * warps * 32, batch, shares),
-        threadgroup=(warps * 32, 1, 1),
-        output_shapes=[q.shape],
-        output_dtypes=[q.dtype],
-    )[0]  # fmt: skip
-    return out
+        "grid": (blocks * threads, batch, shares),
+        "threadgroup": (threads, 1, 1),
+    }
+    whole: dict[str, Any] = {"output_shapes": [q.shape], "output_dtypes": [q.dtype]}
+    if shares == 1:
+        out: mx.array = _kernel("whole")(**look, **whole)[0]
+        return out
+    part = (batch, blocks, shares, each)
+    parts = _kernel("share")(
+        **look, output_shapes=[(*part, width), (*part, 2)], output_dtypes=[mx.float32, mx.float32]
+    )
+    joined: mx.array = _kernel("join")(
+        inputs=parts,
+        template=template,
+        grid=(batch * blocks * threads, 1, 1),
+        threadgroup=(threads, 1, 1),
+        **whole,
+    )[0]
+    return joined
 
 
-def _choose_shares(blocks: int, capacity: int) -> int:
-    """How many blocks look at the slots of one key head, so that all multiprocessors work."""
-    if int(mx.device_info().get("compute_capability_major", 0)) < _CLUSTERS_FROM:
-        return 1
-    shares = 1
-    while (
-        shares < _SHARES
-        and 2 * shares * blocks <= _BLOCKS
-        and capacity >= 2 * shares * _SHORTEST_SHARE
-    ):
-        shares *= 2
-    return shares
+def _choose_heads(together: int) -> int:
+    """Query heads of a block, of those that share a key head: two blocks find a key in the cache.
+
+    With more of them than two there are registers for few threads, which then wait for memory.
+    """
+    return together if together % 2 else 2
+
+
+_SEEN = ("q", "keys", "values", "mask")
+_KERNELS: dict[str, tuple[Sequence[str], Sequence[str], str]] = {
+    "whole": (_SEEN, ("out",), _SOURCE.replace("FINISH", _WHOLE)),
+    "share": (_SEEN, ("sums_of", "stats"), _SOURCE.replace("FINISH", _SHARE)),
+    "join": (("sums", "stats"), ("out",), _JOIN),
+}
 
 
 @lru_cache
-def _kernel(shares: int) -> Callable[..., Any]:
+def _kernel(name: str) -> Callable[..., Any]:
     """MLX keeps what it compiled by source, also on disk."""
-    alone = {"PARTS": "", "FINISH": _FINISH, "GATHER": ""}
-    shared = {"PARTS": _PARTS, "FINISH": _KEEP, "GATHER": _GATHER}
-    source = _SOURCE
-    for name, text in (alone if shares == 1 else shared).items():
-        source = source.replace(name, text)
+    inputs, outputs, source = _KERNELS[name]
     kernel: Callable[..., Any] = mx.fast.cuda_kernel(  # type: ignore[assignment]
-        name=f"funcrt_attend_{shares}",
-        input_names=["q", "keys", "values", "mask"],
-        output_names=["out"],
+        name=f"funcrt_attend_{name}",
+        input_names=list(inputs),
+        output_names=list(outputs),
         source=source,
-        header="" if shares == 1 else _HEADER.replace("SHARES", str(shares)),
         ensure_row_contiguous=False,
     )
     return kernel
