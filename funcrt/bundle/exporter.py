@@ -252,7 +252,7 @@ def _writing(folder: Path) -> Iterator[tuple[Path, Path]]:
             yield place, target
     except FuncrtError:
         raise
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, OverflowError) as error:  # the last: sizes beyond an int32
         hint = " Is the disk full?" if "[write]" in str(error) else ""  # MLX does not say why
         raise BundleError(f"cannot export to {folder}: {error}{hint}") from error
 

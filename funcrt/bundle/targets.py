@@ -123,7 +123,10 @@ class TargetMaker:
             mx.export_function(str(path), function, *example)
         except FuncrtError:
             raise
-        except ValueError as error:  # a RuntimeError is about the file, such as a full disk
+        except (
+            ValueError,
+            OverflowError,
+        ) as error:  # a RuntimeError is about the file, such as a full disk
             raise BundleError(f"{entry.key} cannot be exported: {error}") from error
         size = path.stat().st_size
         if size > _GRAPH_BYTES + _GRAPH_BYTES_PER_INPUT * len(example):

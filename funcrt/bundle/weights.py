@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from funcrt.bundle.format.manifest import DTYPES, ArraySpec, Manifest, describe_arrays
 from funcrt.errors import BundleError, ParamsError, SourceError, some_of
@@ -77,7 +78,7 @@ def read_weights(weights: Weights) -> Mapping[str, mx.array]:
     return found
 
 
-def as_stored(params: Mapping[str, mx.array], specs: Sequence[ArraySpec]) -> Params:
+def as_stored(params: Mapping[str, Any], specs: Sequence[ArraySpec]) -> Params:
     """Some of the stored weights, replaced; floats in the dtype that they are stored in.
 
     Raises ParamsError for unknown names, other shapes, or other dtypes.
@@ -89,6 +90,12 @@ def as_stored(params: Mapping[str, mx.array], specs: Sequence[ArraySpec]) -> Par
         spec = expected.get(name)
         if spec is None:
             problems.append(f"{name}: the bundle has no such tensor")
+            continue
+        if not isinstance(array, mx.array):  # of numpy, whose dtypes have the same names
+            kind = type(array)
+            problems.append(
+                f"{name}: expected an mlx.core.array, got {kind.__module__}.{kind.__qualname__}"
+            )
             continue
         dtype = DTYPES[spec.dtype]
         both_floats = spec.dtype in FLOATS and array.dtype in FLOATS.values()

@@ -62,6 +62,8 @@ def _write_page(path: Path, facts: BundleFacts, certificate: Certificate | None)
     path = path.resolve()  # a link stays one
     if path.exists() and not path.is_file():
         raise SourceError(f"{path} is not a file: choose another name for the page")
+    if path.is_relative_to(facts.folder.resolve()):
+        raise SourceError(f"{path} is inside the bundle: choose another place for the page")
     if not path.parent.is_dir():
         raise SourceError(f"cannot write {path}: the folder {path.parent} does not exist")
     if not write_atomically(path, render(facts, certificate)):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from funcrt import machine
@@ -316,6 +318,20 @@ def test_a_failure_is_never_remembered_as_a_pass(copy: Path, edit: Edit, runs: R
         assert runs.count == count
         assert not load_certificate(copy / "certificate.json").passed
     assert load_bundle(copy)  # what nobody asked to verify
+
+
+def test_a_pipe_is_no_certificate(copy: Path) -> None:
+    """Reading one would wait for ever."""
+    digest = load_bundle(copy).digest
+    (copy / "certificate.json").unlink()
+    os.mkfifo(copy / "certificate.json")
+    found = []
+    thread = Thread(target=lambda: found.append(find_certificate(copy, digest)), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert found == [None]
+    with pytest.raises(BundleError, match=r"certificate\.json is not a file"):
+        load_certificate(copy / "certificate.json")
 
 
 def test_damaged_weights_are_found_in_full(copy: Path, runs: Runs) -> None:

@@ -349,3 +349,22 @@ def test_seeds_of_golden_draws_are_steady(model: Model) -> None:
     recorded = recorder.record("golden.safetensors", lambda item: None)
     tokens = [a for k, a in recorded.arrays.items() if k.endswith("expected_tokens")]
     assert all(mx.any(array >= 0).item() for array in tokens)
+
+
+def test_sizes_beyond_an_int32_are_an_error(
+    tiny_model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise OverflowError("Shape dimension 68719475712 is outside the supported range")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(exporter, "verify_elsewhere", fail)
+        with pytest.raises(BundleError, match=r"cannot export to .* outside the supported range"):
+            export(tiny_model, tmp_path / "large.funcrt", SMALL)
+    with monkeypatch.context() as patch:
+        patch.setattr(mx, "export_function", fail)
+        with pytest.raises(
+            BundleError, match=r"prepare cannot be exported: .* the supported range"
+        ):
+            export(tiny_model, tmp_path / "large.funcrt", SMALL)
+    assert list(tmp_path.iterdir()) == []

@@ -32,6 +32,7 @@ from tests.bundle.conftest import PLAN, SMALL, Edit, edit_target
 from tests.helpers import TOLERANCE, make_model, random_tokens, relative_error
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 TOKENS = random_tokens(6)
@@ -352,6 +353,13 @@ def test_other_weights_when_loading(folder: Path) -> None:
     bundle = load_bundle(folder, params=other.params)
     assert relative_error(bundle(TOKENS)[0][0], other(TOKENS)[0][0]) <= TOLERANCE
     assert bundle.fingerprint == other.fingerprint
+
+
+@pytest.mark.parametrize("value", [np.ones(64, np.float32), [1.0] * 64, None])
+def test_only_arrays_of_mlx_are_weights(folder: Path, value: Any) -> None:
+    got = rf"got {type(value).__module__}\.{type(value).__qualname__}"
+    with pytest.raises(ParamsError, match=rf"norm\.weight: expected an mlx\.core\.array, {got}"):
+        load_bundle(folder, params={"model.norm.weight": value})
 
 
 def test_a_bundle_without_weights_is_extended_with_some(

@@ -135,6 +135,18 @@ def test_the_page_is_written_whole_or_not_at_all(folder: Path, tmp_path: Path) -
     assert names == {"päge.html", "link.html", "folder"}
 
 
+def test_the_page_does_not_go_into_the_bundle(folder: Path, tmp_path: Path) -> None:
+    before = (folder / "manifest.json").read_bytes()
+    (tmp_path / "link.html").symlink_to(folder / "manifest.json")
+    pages = (folder / "manifest.json", folder / "page.html", tmp_path / "link.html")
+    for path in pages:
+        done = run_here("inspect", folder, "--html", path)
+        assert done.returncode == 1
+        assert "is inside the bundle" in done.stderr
+    assert (folder / "manifest.json").read_bytes() == before
+    assert not (folder / "page.html").exists()
+
+
 def test_points_stand_where_their_numbers_are() -> None:
     points = [
         charts.Point("a", "a", 0, 1e-5, True),

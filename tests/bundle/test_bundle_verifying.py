@@ -11,7 +11,7 @@ from funcrt.buckets import BucketPlan
 from funcrt.bundle import load_bundle, verify
 from funcrt.bundle.format.manifest import GROW, Target
 from funcrt.bundle.golden.calls import LIKELIEST, VERIFYING, make_layout
-from funcrt.bundle.golden.replay import places
+from funcrt.bundle.golden.replay import observe_growth, observe_params, places
 from funcrt.bundle.proof import verifier
 from funcrt.flat import FlatFunction
 from funcrt.model import Model
@@ -140,6 +140,21 @@ def test_the_reference_is_the_model_uncached(folder: Path, model: Model) -> None
     for pair, value in zip(probes, values, strict=True):
         row, column = pair
         assert value == pytest.approx(logits[row][column], abs=1e-4)
+
+
+def test_weights_and_caches_may_be_larger_than_an_axis() -> None:
+    """Nothing is evaluated: these would take gigabytes."""
+    experts = mx.zeros((1 << 10, 1 << 11, 1 << 10))  # 2**31 values
+    place = mx.array([[0, 2**31 - 1]], dtype=mx.int32)
+    assert observe_params([experts], place).shape == (1,)
+    few, many = (
+        {
+            "lengths": mx.zeros((2,), mx.int32),
+            "layers.0.keys": mx.zeros((2, 1 << 10, slots, 1 << 10)),
+        }
+        for slots in (1 << 11, 1 << 12)
+    )
+    assert observe_growth(few, many).strange["moved"].shape == (2,)
 
 
 # --- the layout ----------------------------------------------------------------------------------

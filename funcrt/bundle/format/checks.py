@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import re
-import stat
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
-from funcrt.bundle.format.files import hash_file
+from funcrt.bundle.format.files import hash_file, read_small
 from funcrt.bundle.format.manifest import (
     CERTIFICATE,
     DEVICE_CLASSES,
@@ -36,7 +35,6 @@ from funcrt.steps import STEPS
 from funcrt.storage import save_json
 
 _LARGEST = 2**31 - 1  # shapes and counts are int32 in MLX
-_MOST_BYTES = 100_000_000
 _AXES = {"row": 1, "positions": 2, "full": 4, "quantized": 4, "latent": 4, "ring": 4}
 _LONGEST_PATH = 255  # bytes that every file system takes
 
@@ -57,7 +55,7 @@ def read_manifest(folder: Path) -> tuple[Manifest, str]:
     if not folder.is_dir():
         raise BundleError(f"{folder} is not a folder; a bundle is one that `funcrt export` made")
     try:
-        text = _read(path)
+        text = read_small(path)
     except OSError as error:
         raise BundleError(
             f"{folder} is not a bundle: cannot read {MANIFEST} ({error.strerror})"
@@ -81,21 +79,11 @@ def save_manifest(folder: Path, manifest: Manifest) -> None:
 def check_digest(folder: Path, digest: str) -> None:
     """Raise BundleError unless the manifest's bytes have the hash recorded beside it."""
     try:
-        recorded = _read(folder / DIGEST)
+        recorded = read_small(folder / DIGEST)
     except OSError as error:
         raise BundleError(f"cannot read {folder / DIGEST}: {error.strerror}") from None
     if recorded != f"{digest}  {MANIFEST}\n".encode():
         raise BundleError(f"{folder / MANIFEST} does not match {DIGEST}: damaged; export it again")
-
-
-def _read(path: Path) -> bytes:
-    """Contents of a small file. Raises OSError, BundleError."""
-    status = path.stat()
-    if not stat.S_ISREG(status.st_mode):  # reading a pipe would wait for ever
-        raise BundleError(f"{path} is not a file")
-    if status.st_size > _MOST_BYTES:
-        raise BundleError(f"{path} is damaged: it has more than {_MOST_BYTES} bytes")
-    return path.read_bytes()
 
 
 def _check_schema(found: object, version: object, folder: Path) -> None:

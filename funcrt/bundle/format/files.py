@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import stat
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +19,7 @@ from funcrt.errors import BundleError
 from funcrt.user_cache import user_cache, write_atomically
 
 _CHUNK = 1 << 20
+_MOST_BYTES = 100_000_000
 _AGAIN = "copy the bundle again, or export it again"
 
 
@@ -122,6 +124,16 @@ def check_hash(folder: Path, name: str, digest: str, manifest: Manifest) -> None
         raise BundleError(
             f"{folder / name} is damaged: its sha256 does not match {MANIFEST}; {_AGAIN}"
         )
+
+
+def read_small(path: Path) -> bytes:
+    """Contents of a file that describes a bundle. Raises OSError, or BundleError if it is none."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):  # reading a pipe would wait for ever
+        raise BundleError(f"{path} is not a file")
+    if status.st_size > _MOST_BYTES:
+        raise BundleError(f"{path} is damaged: it has more than {_MOST_BYTES} bytes")
+    return path.read_bytes()
 
 
 def read_file(folder: Path, name: str, manifest: Manifest) -> bytes:

@@ -259,7 +259,11 @@ def observe_params(prepared: Sequence[mx.array], probes: mx.array) -> mx.array:
         found.setdefault(index, []).append(place)
     values = []
     for index, wanted in found.items():
-        picked = prepared[index].reshape(-1)[mx.array(wanted)]
+        array = prepared[index]
+        width = array.shape[-1] if array.ndim else 1
+        # By rows: stacked experts may have more values than an axis of MLX.
+        rows, columns = zip(*(divmod(place, width) for place in wanted), strict=True)
+        picked = array.reshape(-1, width)[mx.array(rows), mx.array(columns)]
         packed = picked.dtype == mx.uint32
         values.append((picked & 0xFFFFFF if packed else picked).astype(mx.float32))
     return mx.concatenate(values)

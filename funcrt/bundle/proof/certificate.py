@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from funcrt._version import __version__
+from funcrt.bundle.format.files import read_small
 from funcrt.bundle.format.manifest import CERTIFICATE, Manifest
 from funcrt.bundle.format.records import decode, parse_json
 from funcrt.bundle.graphs import mlx_version
@@ -177,7 +178,7 @@ def load_certificate(path: Path) -> Certificate:
     Raises BundleError if it cannot be read, is of another format, or contradicts itself.
     """
     try:
-        text = path.read_bytes()
+        text = read_small(path)
     except OSError as error:
         raise BundleError(f"cannot read {path}: {error.strerror}") from None
     data = parse_json(text, str(path))
