@@ -105,7 +105,11 @@ def start(name: str, kind: str, *arguments: str) -> tuple[float, dict[str, Any]]
 
 
 def make(source: str, scratch: str) -> dict[str, Any]:
-    """Folders "model" (what mlx-lm users have), on a CPU "dense" in float32, and the bundle."""
+    """Folders "model" (what mlx-lm users have), on a CPU "dense" in float32, and the bundle.
+
+    On a CPU the bundle has the weights in float32, too, which is what runs there: it starts as fast
+    as it can, and takes the room on disk for it.
+    """
     import funcrt
     from benchmarks import weights
     from funcrt.params import cast
@@ -115,14 +119,14 @@ def make(source: str, scratch: str) -> dict[str, Any]:
     folder, on_cpu = Path(scratch), mx.default_device().type == mx.DeviceType.cpu
     if source == "smollm2":
         folders, _ = weights.make_smollm2(folder)
-        model = funcrt.load_model(folders["packed"])
-        dense = funcrt.load_model(folders["dense"])
-        funcrt.Model(dense.config, cast(dense.params, "bfloat16")).save(folder / "model")
+        model = funcrt.load_model(folders["dense"])
+        funcrt.Model(model.config, cast(model.params, "bfloat16")).save(folder / "model")
     else:
         model = weights.make_model(source)
         model.save(folder / "model")
         if on_cpu:
-            model.in_float32().save(folder / "dense")
+            model = model.in_float32()
+            model.save(folder / "dense")
     begin = time.perf_counter()
     bundle = funcrt.export(model, folder / "bundle.funcrt", funcrt.BucketPlan(**PLAN))
     return {

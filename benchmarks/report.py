@@ -21,8 +21,13 @@ from benchmarks.subjects import ROOT
 README = ROOT / "README.md"
 BEGIN, END = "<!-- measured: python -m benchmarks.report -->\n", "<!-- /measured -->"
 # Tables of one sequence and of ragged batches: file, and what is in it.
-TABLES = ("sequence", "ragged", "families", "cuda-1b", "cuda-8b", "cuda-8b-4bit", "cuda-1b-ragged",
-          "cuda-8b-ragged", "cuda-8b-4bit-ragged")  # fmt: skip
+TABLES = (
+    "sequence", "sequence-long", "ragged", "ragged-batches", "speculation", "families",
+    "families-llama-1b", "cuda-1b", "cuda-8b", "cuda-8b-4bit", "cuda-1b-4bit", "cuda-context",
+    "cuda-context-8b", "cuda-transformers", "cuda-transformers-8b", "cuda-families",
+    "cuda-speculation", "cuda-1b-ragged", "cuda-1b-batches", "cuda-8b-ragged", "cuda-8b-ragged-64",
+    "cuda-8b-4bit-ragged",
+)  # fmt: skip
 
 
 def read(name: str) -> Result | None:

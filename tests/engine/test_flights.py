@@ -1,0 +1,121 @@
+"""Steps that are begun before the last one is read: what is dropped, and when nothing is begun."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from funcrt import BucketPlan
+from funcrt.engine.decoding import Decoding
+from tests.engine.harness import DirectEngine, Subject, check_completion, subject, toys
+from tests.helpers import make_model
+
+import mlx.core as mx
+import pytest
+
+ENDLESS = {17: -1e9, 95: -1e9}  # the ids that end a text
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered() -> Iterator[None]:
+    with toys():
+        yield
+
+
+def flying(engine: DirectEngine) -> list[Any]:
+    """The requests of the step that is not read yet."""
+    flight = engine.scheduler._decoding._flight
+    return [] if flight is None else list(flight.rows.values())
+
+
+def test_a_step_is_under_way_between_rounds():
+    engine = DirectEngine(subject("full"))
+    handle = engine.submit([1, 2, 3], max_tokens=6, logit_bias=ENDLESS)
+    seen = []
+    while engine.busy:
+        engine.round()
+        engine.check()
+        seen.append(len(flying(engine)))
+    # The first token comes from the prompt; for the last one nothing is begun behind it.
+    assert seen == [1, 1, 1, 1, 0]
+    assert len(handle.result(0).tokens) == 6
+    assert engine.stats.steps == 6  # the prompt and five
+
+
+@pytest.mark.parametrize("kind", ["full", "ring", "kv8", "toy_recurrent"])
+def test_the_step_begun_behind_the_end_of_a_text_is_dropped(kind):
+    """Nobody is given its token, nobody counts it, and whoever sits there next never sees it."""
+    engine = DirectEngine(subject(kind))
+    options = {"max_tokens": 12, "logit_bias": {**ENDLESS, 17: 1e9}}  # ends with its first token
+    short = engine.submit([9, 8], **options)
+    long = engine.submit([4, 4, 2], max_tokens=9, logit_bias=ENDLESS)
+    while engine.busy:
+        engine.round()
+        engine.check()
+    assert short.result(0).tokens == [17]
+    check_completion(kind, [4, 4, 2], {"max_tokens": 9, "logit_bias": ENDLESS}, long.result(0))
+    assert engine.stats.generated_tokens == 10
+
+
+def test_a_text_that_ends_late_leaves_a_sound_row_behind():
+    """Its row was written once more; what is kept of it serves the next prompt all the same."""
+    engine = DirectEngine(Subject(subject("full").model, ends=range(0, 96, 3)))
+    prompts = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [11, 12, 13, 14, 15, 16, 18, 19]]
+    handles = [engine.submit(prompt, max_tokens=20) for prompt in prompts]
+    while engine.busy:
+        engine.round()
+        engine.check()
+    for prompt, handle in zip(prompts, handles, strict=True):
+        done = handle.result(0)
+        assert done.finish_reason == "stop"
+        again = engine.submit([*prompt, *done.tokens, 1], max_tokens=1)
+        fresh = DirectEngine(Subject(subject("full").model, ends=range(0, 96, 3)))
+        alone = fresh.submit([*prompt, *done.tokens, 1], max_tokens=1)
+        for one in (engine, fresh):
+            while one.busy:
+                one.round()
+        assert again.result(0).reused_tokens >= len(prompt)
+        assert again.result(0).tokens == alone.result(0).tokens
+
+
+def test_penalties_wait_for_tokens_only_when_rows_change(monkeypatch):
+    """Histories are made of tokens that are known; as long as rows stay, the device has them."""
+    begun: list[bool] = []
+    launch = Decoding._launch
+
+    def watch(self: Decoding, before: Any) -> Any:
+        flight = launch(self, before)
+        if before is not None:
+            begun.append(flight is not None)
+        return flight
+
+    monkeypatch.setattr(Decoding, "_launch", watch)
+    engine = DirectEngine(subject("full"))
+    options = {"logit_bias": ENDLESS, "repetition_penalty": 1.3}
+    engine.submit([1, 2, 3], max_tokens=10, **options)
+    engine.submit([4, 5, 6], max_tokens=5, **options)
+    while engine.busy:
+        engine.round()
+        engine.check()
+    assert begun.count(False) <= 3  # where the short one leaves, and behind the last of all
+    assert begun.count(True) >= 6
+
+
+def test_steps_ahead_write_in_place():
+    plan = BucketPlan(batch=[1], tokens=[4], capacity=[16384])
+    engine = DirectEngine(Subject(make_model("float32")), plan)
+    engine.submit([1, 2, 3], max_tokens=40, logit_bias=ENDLESS)
+    for _ in range(4):
+        engine.round()
+    state = engine.scheduler._running.state
+    assert state is not None
+    size = sum(array.nbytes for array in state.values())
+    del state
+    mx.synchronize()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    for _ in range(20):
+        engine.round()
+    assert mx.get_peak_memory() - before < size / 2
+    while engine.busy:
+        engine.round()

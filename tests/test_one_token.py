@@ -1,0 +1,103 @@
+"""Attention in the forms that CUDA gets, against the plain one; the kernel itself only there."""
+
+from __future__ import annotations
+
+from funcrt.machine import is_on_cuda
+from funcrt.ops import attention, one_token, products
+from funcrt.ops.attention import Scoring
+from funcrt.packing import Quantization
+from tests.helpers import relative_error
+
+import mlx.core as mx
+import pytest
+
+cuda_only = pytest.mark.skipif(not is_on_cuda(), reason="a CUDA kernel")
+
+
+def make(batch, heads, groups, slots, width, dtype=mx.float32):
+    """Queries, keys, values and a mask with a third of the slots; scratch always shows."""
+    keys = [mx.random.key(seed) for seed in range(4)]
+    q = mx.random.normal((batch, heads, 1, width), key=keys[0]).astype(dtype)
+    k, v = (
+        mx.random.normal((batch, groups, slots, width), key=key).astype(dtype) for key in keys[1:3]
+    )
+    mask = mx.random.uniform(shape=(batch, 1, 1, slots), key=keys[3]) < 0.3
+    return q, k, v, mask | (mx.arange(slots) == slots - 1)
+
+
+def plain(q, k, v, mask, scale):
+    q, k, v = (a.astype(mx.float32) for a in (q, k, v))
+    return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(8, 2), (4, 4), (6, 1)])
+def test_hidden_slots_and_folded_heads_change_nothing(monkeypatch, heads, groups):
+    q, k, v, mask = make(3, heads, groups, 17, 16)
+    expected = plain(q, k, v, mask, 0.25)
+    monkeypatch.setattr(attention, "is_on_cuda", lambda: True)
+    hidden = attention.hide(mask, q.dtype)
+    assert hidden.dtype == q.dtype
+    assert relative_error(attention.attend(q, k, v, hidden, Scoring(0.25)), expected) < 1e-6
+
+
+def test_one_token_is_split_and_joined_like_several():
+    x = mx.arange(2 * 3 * 8).reshape(2, 3, 8).astype(mx.float32)
+    whole = attention.split_heads(x, 4)
+    for t in range(3):
+        one = attention.split_heads(x[:, t : t + 1], 4)
+        assert mx.array_equal(one, whole[:, :, t : t + 1])
+        assert mx.array_equal(attention.split_heads(x[:, t], 4), one)
+        assert mx.array_equal(attention.join_heads(one), x[:, t : t + 1])
+        assert mx.array_equal(attention.join_heads(one, flat=True), x[:, t])
+    assert mx.array_equal(attention.join_heads(whole), x)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 8, 16, 127, 128, 200])
+def test_packed_products_of_all_numbers_of_rows(monkeypatch, rows):
+    weight = mx.random.normal((96, 128), key=mx.random.key(1))
+    packed = dict(
+        zip(("a.weight", "a.scales", "a.biases"), mx.quantize(weight, 64, 4), strict=True)
+    )
+    x = mx.random.normal((rows, 1, 128), key=mx.random.key(2))
+    expected = products.packed_product(packed, "a", x, Quantization(4, 64))
+    monkeypatch.setattr(products, "is_on_cuda", lambda: True)
+    found = products.packed_product(packed, "a", x, Quantization(4, 64))
+    assert found.shape == (rows, 1, 96)
+    assert relative_error(found, expected) < 1e-5
+
+
+def test_what_the_kernel_is_for():
+    def fits(heads, groups, width, dtype=mx.bfloat16, tokens=1):
+        q = mx.zeros((2, heads, tokens, width), dtype)
+        k = mx.zeros((2, groups, 32, width), dtype)
+        return one_token.supports(q, k, k)
+
+    assert fits(32, 8, 64)
+    assert fits(64, 4, 128)  # two at a time, of any even number
+    assert not fits(18, 2, 128)  # nine at once
+    assert not fits(32, 8, 96)
+    assert not fits(32, 8, 64, mx.float32)
+    assert not fits(32, 8, 64, tokens=2)
+
+
+@cuda_only
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+@pytest.mark.parametrize(
+    "sizes",
+    [(1, 32, 8, 1024, 64), (16, 32, 8, 300, 128), (3, 8, 1, 100, 256), (2, 28, 4, 257, 128),
+     (1, 8, 8, 512, 64), (1, 32, 8, 33000, 128)],
+)  # fmt: skip
+def test_the_kernel(sizes, dtype):
+    """Near float32, and bit for bit what a row is alone, whatever its hidden slots hold."""
+    q, k, v, mask = make(*sizes, dtype)
+    scale = sizes[-1] ** -0.5
+    found = one_token.attend(q, k, v, mask, scale)
+    tolerance = 5e-3 if dtype == mx.bfloat16 else 1e-3
+    assert relative_error(found, plain(q, k, v, mask, scale)) < tolerance
+    shown = mask.swapaxes(-1, -2)
+    spoiled = [mx.where(shown, array, mx.array(mx.nan, dtype)) for array in (k, v)]
+    for _ in range(2):  # the second time CUDA graphs are updated
+        assert mx.array_equal(one_token.attend(q, *spoiled, mask, scale), found)
+    if sizes[3] < 8192:  # shares of longer caches depend on the batch
+        alone = one_token.attend(q[-1:], k[-1:], v[-1:], mask[-1:], scale)
+        assert mx.array_equal(alone, found[-1:])
