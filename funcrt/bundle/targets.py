@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,9 +25,11 @@ from funcrt.bundle.format.manifest import (
 from funcrt.bundle.golden.recorder import Recorder
 from funcrt.bundle.graphs import mlx_version
 from funcrt.bundle.proof.invariances import count_invariances
-from funcrt.errors import BundleError, FuncrtError
+from funcrt.cache import CacheLayout, state_bytes
+from funcrt.errors import BundleError, CapacityError, ConfigError, FuncrtError
 from funcrt.flat import FlatFunction, flatten
-from funcrt.machine import device_name
+from funcrt.footprint import Footprint
+from funcrt.machine import available_memory, device_name
 from funcrt.model import Model
 from funcrt.storage import save_arrays
 
@@ -46,6 +49,9 @@ class TargetMaker:
         plan: the shapes to export.
         kv_bits: 8 or 4 packs the cache's keys and values.
         present: functions of an older target that need not be traced again.
+
+    Raises:
+        CapacityError: the largest shape cannot be tried here.
     """
 
     def __init__(
@@ -60,6 +66,7 @@ class TargetMaker:
         self._device = device
         self._plan = plan
         self.layout = model.choose_layout(plan, kv_bits)
+        _check_memory(model, plan, self.layout)
         self._recorder = Recorder(model, plan, kv_bits)
         dtype = model.config.dtype
         steps = describe_steps(device, model.vocab_size, dtype, plan)
@@ -145,6 +152,21 @@ class TargetMaker:
             return flatten(model.prepare, model.params)[0], list(model.params.values())
         function = model.flat_step(entry.name, entry.bucket, self.layout, self._plan)
         return function, _leaves(model.example(entry.name, entry.bucket, self.layout))
+
+
+def _check_memory(model: Model, plan: BucketPlan, layout: CacheLayout) -> None:
+    """Raise CapacityError if there is no room to try the largest shape, instead of being killed."""
+    batch, tokens, capacity = plan.batch[-1], plan.tokens[-1], plan.capacity[-1]
+    spec = model.cache_spec(layout)
+    state = call = state_bytes(spec, batch, capacity)
+    with contextlib.suppress(ConfigError):  # a module whose config does not tell
+        call = Footprint.of(model, spec).call(batch, tokens, capacity)
+    if state + call > (free := available_memory()):
+        raise CapacityError(
+            f"batch {batch}, capacity {capacity}: the cache takes {state / 1e9:.1f} GB, a call of "
+            f"{tokens} tokens up to {call / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free here, "
+            "where every shape is tried: declare smaller ones, or export on a larger machine"
+        )
 
 
 def count_primitives(function: FlatFunction, example: Sequence[mx.array]) -> int:

@@ -26,7 +26,7 @@ from funcrt.bundle import refreshed as records
 from funcrt.bundle.format import files
 from funcrt.bundle.format.checks import save_manifest
 from funcrt.bundle.format.manifest import CERTIFICATE, DIGEST, MANIFEST, Target
-from funcrt.errors import BundleError, ParamsError
+from funcrt.errors import BundleError, CapacityError, ParamsError
 from funcrt.model import Model
 from tests.bundle.conftest import PLAN, SMALL, Edit, edit_target
 from tests.helpers import TOLERANCE, make_model, random_tokens, relative_error
@@ -128,6 +128,13 @@ def test_only_the_same_model_is_added(copy: Path) -> None:
         extend(copy, SMALL, dtype="bfloat16")
     with pytest.raises(BundleError, match=r"exported for cpu with kv_bits None, .* got 8"):
         extend(copy, SMALL, kv_bits=8)
+    assert contents(copy) == before
+
+
+def test_shapes_that_no_machine_could_try(copy: Path) -> None:
+    before = contents(copy)
+    with pytest.raises(CapacityError, match=r"the cache takes \d+\.\d GB.*: declare smaller ones"):
+        extend(copy, BucketPlan(batch=(2,), tokens=(8,), capacity=(2**31 - 1,)))
     assert contents(copy) == before
 
 

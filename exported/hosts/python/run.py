@@ -54,7 +54,7 @@ class Bundle:
         refuse("manifest.json has another digest", unless=sha256(text).hexdigest() == digest)
         self.folder, self.manifest, self.calls = folder.resolve(), json.loads(text), {}
         form = f"{self.manifest['format']} {self.manifest['schema_version']}"
-        refuse(f"cannot read {form}, only 3.x", unless=form.startswith("funcrt-bundle 3."))
+        refuse(f"cannot read {form}, only 3.x", unless=re.fullmatch(r"funcrt-bundle 3\.\d+", form))
         gpu = "metal" if mx.metal.is_available() else "cuda"
         device = "cpu" if mx.default_device().type == mx.DeviceType.cpu else gpu
         targets = self.manifest["targets"]
@@ -170,14 +170,14 @@ def main():
         parser.add_argument("--" + name.replace("_", "-"), type=type(value), default=value)
     options = parser.parse_args()
     settings = {name: getattr(options, name) for name in settings} | {"repetition_penalty": 1}
-    refuse("settings begin at 0", unless=all(value >= 0 for value in settings.values()))
+    refuse("settings begin at 0", unless=all(0 <= n < 2**31 for n in settings.values()))
     bundle = Bundle(options.bundle, options.params, options.digest)
     if options.prompt:
         from tokenizers import Tokenizer
 
         tokenizer = Tokenizer.from_buffer(bundle.read("tokenizer.json"))
     prompts = [bundle.encode(tokenizer, text, options.raw) for text in options.prompt]
-    prompts += [[int(number) for number in line.split(",")] for line in options.prompt_ids]
+    prompts += [[*map(int, line.split(","))] for line in options.prompt_ids]
     known = all(0 <= min(ids) <= max(ids) < bundle.manifest["vocab_size"] for ids in prompts)
     refuse("give prompts, of ids that the model has", unless=prompts and known)
     ends = bundle.manifest["model"].get("eos_token_ids", ())

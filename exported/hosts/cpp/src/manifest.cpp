@@ -123,7 +123,9 @@ void check_schema(const Node& root, const std::string& where) {
     throw Error(text(where, ": its manifest.json is not one of a funcrt bundle"));
   }
   const std::string version = root["schema_version"].string();
-  if (version.substr(0, version.find('.')) != "3") {
+  const bool numbered = version.size() > 2 && version.rfind("3.", 0) == 0 &&
+                        version.find_first_not_of("0123456789", 2) == std::string::npos;
+  if (!numbered) {
     throw Error(text(where, ": schema version '", version, "' cannot be read, this host reads 3.x: "
                      "use the host that came with it, or export it again"));
   }
