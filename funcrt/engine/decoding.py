@@ -74,11 +74,11 @@ class Decoding:
     def _launch(self, before: Flight | None) -> Flight | None:
         """The next step; None if it cannot be known before the one `before` it is read."""
         running = self._running
-        flying = {} if before is None else before.rows
+        flying = set() if before is None else set(before.rows.values())
         rows = {
             row: request
             for row, request in running.seated.items()
-            if request.remaining > (flying.get(row) is request)
+            if request.remaining > (request in flying)
         }
         if not rows or (before is not None and not self._can_follow(before, rows)):
             return None
@@ -114,8 +114,10 @@ class Decoding:
         """Whether a step needs nothing of the one before it but its tokens, row by row."""
         running = self._running
         seated = running.seated.values()
+        seats = before.rows.items()
         return (
             running.batch == before.bucket.batch
+            and all(request.finished or running.requests[row] is request for row, request in seats)
             and running.holds(*_needs(rows.values()))
             and not any(request.drafter for request in seated)
             and not (self._samples(rows) and self._controls.lag(running.requests))

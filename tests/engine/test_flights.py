@@ -8,7 +8,7 @@ from typing import Any
 from funcrt import BucketPlan
 from funcrt.engine.decoding import Decoding
 from tests.engine.harness import DirectEngine, Subject, check_completion, subject, toys
-from tests.helpers import make_model
+from tests.helpers import make_model, random_tokens
 
 import mlx.core as mx
 import pytest
@@ -119,3 +119,33 @@ def test_steps_ahead_write_in_place():
     assert mx.get_peak_memory() - before < size / 2
     while engine.busy:
         engine.round()
+
+
+@pytest.mark.parametrize("kind", ["full", "kv8"])
+def test_rows_that_move_while_a_step_is_under_way(kind):
+    """A long prompt joins: more slots, and the row of a text that has ended is closed up."""
+    engine = DirectEngine(subject(kind))
+    wishes = {
+        "ends": ([1], 2),
+        "stays": ([2, 3], 20),
+        "joins": (random_tokens(26, 1), 4),
+    }
+    handles = {}
+
+    def ask(name: str) -> None:
+        prompt, count = wishes[name]
+        handles[name] = engine.submit(prompt, max_tokens=count, logit_bias=ENDLESS)
+
+    ask("ends")
+    ask("stays")
+    while not handles["ends"].done():
+        engine.round()
+    assert list(engine.running) == [1]
+    assert flying(engine)
+    ask("joins")
+    while engine.busy:
+        engine.round()
+        engine.check()
+    for name, (prompt, count) in wishes.items():
+        options = {"max_tokens": count, "logit_bias": ENDLESS}
+        check_completion(kind, prompt, options, handles[name].result(0))
