@@ -76,7 +76,7 @@ def test_no_bundle_named():
          "prompt has 32 tokens, largest capacity is 31: export a larger one (--capacity 64)"),
         ((*PROMPT, "--params", "/nonexistent"),
          "/nonexistent: cannot be read, or is not a safetensors file"),
-        ((*PROMPT, "--logits", "/nonexistent/file"), "cannot write /nonexistent/file"),
+        ((*PROMPT, "--logits", "/dev/null/file"), "cannot write /dev/null/file"),
     ],
 )  # fmt: skip
 def test_what_a_bundle_cannot_do(arguments, message, plain):
