@@ -30,11 +30,13 @@ class Decoding:
     Args:
         compiled: the step functions.
         running: the batch.
+        ahead: begin each step before the one before it is read.
     """
 
-    def __init__(self, compiled: Compiled, running: Rows) -> None:
+    def __init__(self, compiled: Compiled, running: Rows, ahead: bool) -> None:
         self._compiled = compiled
         self._running = running
+        self._ahead = ahead
         self._controls = Controls(compiled.vocab_size)
         self._sizes = STEPS["verify"].choose_sizes(compiled.plan.tokens)
         self._flight: Flight | None = None
@@ -54,7 +56,7 @@ class Decoding:
             flight = self._launch(None)
             assert flight is not None
             self._schedule(flight, None)
-        ahead = self._launch(flight)
+        ahead = self._launch(flight) if self._ahead else None
         self._schedule(ahead, flight)
         self._flight = ahead
         rows = {row: r for row, r in flight.rows.items() if not r.finished}

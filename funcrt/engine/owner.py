@@ -96,9 +96,11 @@ class Owner:
     def _run(self) -> None:
         with streams.owner(self._device, self.runs_imported):
             while True:
-                message: Message | None = self._scheduler.round
-                if not self._scheduler.busy or not self._mailbox.empty():
-                    message = self._mailbox.get()
+                if self._scheduler.busy and self._mailbox.empty():
+                    self._do(self._scheduler.feed)
+                    self._do(self._scheduler.step)
+                    continue
+                message = self._mailbox.get()
                 if message is None:
                     break
                 self._do(message)

@@ -1,7 +1,8 @@
 """The host loop: requests are admitted, prefilled in chunks, decoded together and retired.
 
 It runs in one thread and waits for nothing but the model. A round is at most one chunk of prompts
-and then one step of the running batch, so that no running row waits longer than one chunk.
+and then one step of the running batch, so that no running row waits longer than one chunk. What
+either of them gives is delivered before the other begins.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from funcrt.engine.request import Choice, Chunk, Request
 from funcrt.engine.rows import Rows
 from funcrt.engine.stats import Meter, OnStep, Stats
 from funcrt.errors import EngineError
+from funcrt.machine import is_on_gpu
 
 _POOL_SHARE = 0.1  # of the memory budget, for rows of finished requests
 
@@ -37,6 +39,9 @@ class Scheduler:
     def __init__(
         self, compiled: Compiled, admission: Admission, on_step: OnStep | None = None
     ) -> None:
+        # A GPU works on its own. On a CPU scheduling is most of the work, so a step that was begun
+        # early would only keep the tokens of the one before it from their readers.
+        self._ahead = is_on_gpu()
         self._compiled = compiled
         self._admission = admission
         self._meter = Meter(compiled.traces, on_step)
@@ -54,7 +59,7 @@ class Scheduler:
         self._prefixes = PrefixPool(spec, plan, self._rewind, limit)
         self._running = Rows(spec, plan)
         self._prompts = Prefilling(self._compiled, self._prefixes, self._running)
-        self._decoding = Decoding(self._compiled, self._running)
+        self._decoding = Decoding(self._compiled, self._running, self._ahead)
 
     def end(self) -> None:
         """Let go of all rows, of those that were kept, too."""
@@ -123,18 +128,25 @@ class Scheduler:
                 if chunk.finish_reason:
                     self._forget(request)
 
-    def round(self) -> None:
-        """Admit what fits, then one chunk of prompts, then one step of the running batch."""
-        for request in self._dropped:
-            self._leave(request)
-        self._dropped.clear()
+    def feed(self) -> None:
+        """Admit what fits, then one chunk of prompts: half a round."""
+        self._drop()
         self._admit()
         if self._prompts.requests:
             self._prefill()
+
+    def step(self) -> None:
+        """One step of the running batch: the other half."""
+        self._drop()
         if self._running.seated:
             self._decode()
         if not self.busy:
             self._decoding.forget()
+
+    def _drop(self) -> None:
+        for request in self._dropped:
+            self._leave(request)
+        self._dropped.clear()
 
     def _admit(self) -> None:
         """First come, first served: what does not fit yet makes those behind it wait, too."""

@@ -303,12 +303,24 @@ class _Steps:
 
 
 class DirectEngine(Engine):
-    """An engine that does nothing until `round` is called, by this thread."""
+    """An engine that does nothing until `round` is called, by this thread.
 
-    def __init__(self, model: CallForm, plan: BucketPlan | None = PLAN, **options: Any) -> None:
+    It works ahead as on a GPU, unless told otherwise; other engines here are those of a CPU.
+    """
+
+    def __init__(
+        self,
+        model: CallForm,
+        plan: BucketPlan | None = PLAN,
+        *,
+        ahead: bool = True,
+        **options: Any,
+    ) -> None:
         self.reports: list[StepReport] = []
         super().__init__(model, plan, on_step=self.reports.append, **options)
         self._owner: Any = _Steps(self._owner._scheduler)
+        self.scheduler._ahead = ahead
+        self.scheduler.begin()
 
     @property
     def scheduler(self) -> Scheduler:
@@ -342,10 +354,11 @@ class DirectEngine(Engine):
         return place
 
     def round(self) -> None:
-        try:
-            self.scheduler.round()
-        finally:
-            self.scheduler.deliver()
+        for half in (self.scheduler.feed, self.scheduler.step):
+            try:
+                half()
+            finally:
+                self.scheduler.deliver()
 
     def fail(self, error: BaseException) -> None:
         """What the thread does after a round that raised."""

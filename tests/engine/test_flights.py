@@ -42,6 +42,31 @@ def test_a_step_is_under_way_between_rounds():
     assert engine.stats.steps == 6  # the prompt and five
 
 
+def test_the_first_token_is_there_before_a_step_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, told = DirectEngine(subject("full")), []
+    handle = engine.submit([1, 2, 3], max_tokens=2, on_chunk=lambda chunk: told.append(chunk.token))
+    step = engine.scheduler.step
+
+    def look() -> None:
+        assert len(told) == 1
+        monkeypatch.undo()
+        step()
+
+    monkeypatch.setattr(engine.scheduler, "step", look)
+    engine.run()
+    assert len(handle.result(0).tokens) == 2
+
+
+def test_nothing_is_begun_early_on_a_cpu() -> None:
+    engine = DirectEngine(subject("full"), ahead=False)
+    handle = engine.submit([1, 2, 3], max_tokens=4, logit_bias=ENDLESS)
+    while engine.busy:
+        engine.round()
+        engine.check()
+        assert not flying(engine)
+    check_completion("full", [1, 2, 3], {"max_tokens": 4, "logit_bias": ENDLESS}, handle.result(0))
+
+
 @pytest.mark.parametrize("kind", ["full", "ring", "kv8", "toy_recurrent"])
 def test_the_step_begun_behind_the_end_of_a_text_is_dropped(kind):
     """Nobody is given its token, nobody counts it, and whoever sits there next never sees it."""
