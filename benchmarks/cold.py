@@ -131,7 +131,7 @@ def make(source: str, scratch: str) -> dict[str, Any]:
     bundle = funcrt.export(model, folder / "bundle.funcrt", funcrt.BucketPlan(**PLAN))
     return {
         "export_s": time.perf_counter() - begin,
-        "functions": len(bundle.manifest.functions),
+        "functions": len(bundle.target.functions),
         "on_cpu": on_cpu,
     }
 
