@@ -146,7 +146,7 @@ def _bundle_facts(bundle: Any) -> dict[str, Any]:
 
     import mlx.core as mx
 
-    arrays = bundle.manifest.params.prepared[bundle.device]
+    arrays = bundle.target.prepared
     sizes = {a.name: math.prod(a.shape) * getattr(mx, a.dtype).size for a in arrays}
     states = [
         math.prod(size for size in entry.shape if isinstance(size, int))
