@@ -7,16 +7,15 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import funcrt
+from funcrt.bundle.golden.recorder import Tick
 from funcrt.errors import BundleError, some_of
 
 import mlx.core as mx
-
-Tick = Callable[[str], None]
 
 
 def verify_elsewhere(folder: Path, weights: Sequence[Path], tick: Tick) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import platform
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from funcrt.bundle.format.manifest import (
     describe_state,
     describe_steps,
 )
-from funcrt.bundle.golden.recorder import Recorder
+from funcrt.bundle.golden.recorder import Recorder, Tick
 from funcrt.bundle.graphs import mlx_version
 from funcrt.bundle.proof.invariances import count_invariances
 from funcrt.cache import CacheLayout, state_bytes
@@ -37,7 +37,6 @@ import mlx.core as mx
 
 # A graph of one function has nodes and names, no weights: some hundred bytes per input.
 _GRAPH_BYTES, _GRAPH_BYTES_PER_INPUT = 1_000_000, 8_000
-Tick = Callable[[str], None]
 
 
 class TargetMaker:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from funcrt.buckets import BucketPlan
 from funcrt.cli import options as o
 from funcrt.cli import sources, terminal
-from funcrt.errors import InputError, SourceError
-from funcrt.storage import load_json
+from funcrt.errors import InputError
 
 import typer
 
@@ -157,20 +156,16 @@ def _report(bundle: Bundle, json_: bool) -> None:
 
 def export_facts(bundle: Bundle) -> dict[str, Any]:
     """What an export took and proved."""
-    from funcrt.bundle.format.manifest import CERTIFICATE
+    from funcrt.bundle.proof.certificate import find_certificate
 
     files, target = bundle.manifest.files, bundle.target
     report = target.report
     made = {f.function: f for f in report.functions} if report else {}
-    try:
-        certificate = load_json(bundle.folder / CERTIFICATE)
-    except SourceError:  # removed since
-        certificate = {}
-    errors = [
-        check["eager"] for check in certificate.get("checks", ()) if check["check"] == "error"
-    ]
+    certificate = find_certificate(bundle.folder, bundle.digest)  # None: removed since
+    checks = certificate.checks if certificate else ()
+    errors = [check.eager for check in checks if check.eager is not None]
     compiled = [f.compiled for f in made.values() if f.compiled is not None]
-    verifying = certificate.get("seconds", 0.0)
+    verifying = certificate.seconds if certificate else 0.0
     return {
         "folder": str(bundle.folder),
         "digest": bundle.digest,
