@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -155,12 +157,16 @@ def test_readers_of_a_bundle_that_is_replaced(place: Path) -> None:
     other = place.with_name("other.funcrt")
     export(make_model(seed=5, **TINIEST), other, SMALL)
     known = {load_manifest(folder).fingerprint for folder in (place, other)}
+    begin = time.perf_counter()
+    load_bundle(place)
+    load = max(0.02, time.perf_counter() - begin)
+    pauses = itertools.cycle((load, 2 * load, 10 * load))  # in the last one any reader gets through
     readers = [start(READER, place, 12) for _ in range(3)]
     release(readers)
     while any(reader.poll() is None for reader in readers):
         publish.exchange(other, place)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            readers[0].wait(0.05)
+            readers[0].wait(next(pauses))
     seen: dict[str, set[str]] = {}
     for reader in readers:
         said, errors = reader.communicate()
