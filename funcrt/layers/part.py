@@ -43,6 +43,7 @@ class Run:
         attend: attention over the cache; it holds the new state.
         by_row: rows choose among changes of matrices.
         flat: activations are `[B, E]`, of one token for each row, see `Network.hidden`.
+        fuses: parts may do several things at once, in kernels that do not differentiate.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Run:
         self.by_row = ROWS in state
         self.params = low_rank.choose(params, state[ROWS]) if self.by_row else params
         self.dtype = dtype
-        self.flat = False
+        self.flat = self.fuses = False
         self.call: Placement = place(mask, state["lengths"], positions)
         if any(kind_of(name) == "recurrent" for name in state):
             check_recurrent(self.call)
@@ -99,6 +100,10 @@ class Part:
     def __call__(self, run: Run, x: mx.array) -> mx.array:
         """What the part computes, `[B, T, ...]` -> `[B, T, ...]`."""
         raise NotImplementedError
+
+    def branch(self, run: Run, norm: Part, x: mx.array) -> mx.array:
+        """`x + self(norm(x))`, which some parts do with fewer nodes where `run.fuses`."""
+        return x + self(run, norm(run, x))
 
     def tensors(self) -> ParamSpec:
         """Name -> dense shape of the tensors that are this part's own."""
