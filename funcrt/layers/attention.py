@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from funcrt.cache import CacheLayout, CacheSpec, attention_entries
 from funcrt.config.rope import RopeConfig
 from funcrt.layers.basic import Linear, Stacked
-from funcrt.layers.fusing import added, normed
+from funcrt.layers.fusing import added, normed, plain_weight
 from funcrt.layers.part import Part, Run
+from funcrt.ops import heads as one_kernel
 from funcrt.ops.attention import join_heads, split_heads
 from funcrt.params import ParamSpec
 
@@ -59,10 +60,16 @@ class Attention(Part):
 
     def split(self, run: Run, qkv: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         """Queries `[B, H, T, D]`, keys and values `[B, K, T, D]`, normed and turned."""
-        heads, kv = self.heads, self.kv_heads
+        heads, kv, width = self.heads, self.kv_heads, self.head_dim
+        plain = self.q_norm is None and self.k_norm is None
+        if run.fuses and plain and self.rope is not None:
+            rotary = run.rotary(self.rope, width)
+            if one_kernel.supports(qkv, rotary, width):
+                upcoming = plain_weight(run, self.out)
+                return one_kernel.split(qkv, heads, kv, width, rotary, upcoming)
         qkv = split_heads(qkv, heads + 2 * kv)
         qk, v = mx.split(qkv, [heads + kv], axis=1)
-        if self.q_norm is None and self.k_norm is None:
+        if plain:
             q, k = mx.split(self.turn(run, qk), [heads], axis=1)  # one rotation for both
             return q, k, v
         return *self.norm_and_turn(run, qk[:, :heads], qk[:, heads:]), v

@@ -9,6 +9,7 @@ from funcrt.ops import few_rows
 
 import mlx.core as mx
 
+_PLAIN = (Linear, Stacked)
 _BESIDE = (".scales", LORA_A)  # of matrices that are packed, or changed
 
 
@@ -29,6 +30,13 @@ def added(run: Run, part: Part, x: mx.array, to: mx.array) -> mx.array:
     return to + part(run, x) if out is None else out
 
 
+def plain_weight(run: Run, part: Part) -> mx.array | None:
+    """The matrix `[O, I]` of a part that multiplies with one, neither packed nor changed."""
+    if not isinstance(part, _PLAIN) or any(part.name + name in run.params for name in _BESIDE):
+        return None
+    return run.params.get(f"{part.name}.weight")  # what could not be stacked is not there
+
+
 def _multiply(
     run: Run,
     part: Part,
@@ -39,13 +47,12 @@ def _multiply(
     residual: mx.array | None = None,
 ) -> mx.array | None:
     """In one kernel; None if there is none for such parts, weights or rows."""
-    if not run.fuses or not isinstance(part, (Linear, Stacked)):
+    weight = plain_weight(run, part)
+    if not run.fuses or weight is None or not few_rows.supports(x, weight, gated=gated):
         return None
-    weight = run.params.get(f"{part.name}.weight")  # what could not be stacked is not there
+    assert isinstance(part, _PLAIN)
     bias = run.params.get(f"{part.name}.bias")
-    if weight is None or any(part.name + beside in run.params for beside in _BESIDE):
-        return None
-    if not few_rows.supports(x, weight, gated=gated) or (gated and bias is not None):
+    if gated and bias is not None:
         return None
     scales, eps = None, 0.0
     if norm is not None:

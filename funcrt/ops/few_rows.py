@@ -173,6 +173,7 @@ def supports(rows: mx.array, weight: mx.array, *, gated: bool = False) -> bool:
         and rows.shape[0] <= MOST_ROWS
         and rows.dtype == weight.dtype == mx.bfloat16
         and weight.shape[0] % (4 * _TILE if gated else 2 * _TILE) == 0
+        and rows.shape[1] == weight.shape[1]
         and weight.shape[1] % _STEP == 0
     )
 
