@@ -23,14 +23,15 @@ _WIDTHS = (64, 128, 256)
 _MOST_HEADS = 8  # of a block: what they add up is in registers
 _WARPS = 8  # of a block: each thread may then have all the registers that there are
 _SHARED = 8192  # float32 values of shared memory
-_SHORTEST_SHARE = 4096  # slots: 20 us; a second kernel takes 5
-_BLOCKS = 132  # one for each multiprocessor of an H100 or H200
+_FEWEST_TURNS = (
+    8  # of a block's loop: each waits 1.5 us for the memory, and a second kernel takes 5
+)
+_BLOCKS = 132  # of a row: one for each multiprocessor of an H100 or H200
 
 _SOURCE = """
   constexpr int LANES = D / 8;
   constexpr int TOGETHER = 32 / LANES;        // slots that a warp looks at together
   constexpr int STEP = WARPS * TOGETHER;      // ... and a block
-  constexpr int AHEAD = G > 4 ? 2 : 4;        // of each group of lanes, in flight
   constexpr unsigned ALL = 0xffffffffu;
   constexpr float NOTHING = -1e30f;
   __shared__ float sums[WARPS][G][D];
@@ -200,15 +201,18 @@ def attend(q: mx.array, keys: mx.array, values: mx.array, mask: mx.array, scale:
     groups, capacity = keys.shape[1:3]
     each = _choose_heads(heads // groups)
     blocks = heads // each
-    shares = max(1, min(_BLOCKS // (batch * blocks), capacity // _SHORTEST_SHARE))
-    threads = 32 * min(_WARPS, _SHARED // (each * width))
+    warps = min(_WARPS, _SHARED // (each * width))
+    threads, turns = 32 * warps, capacity // (warps * 256 // width * _ahead(each))
+    # Whatever the batch is: a row is bit for bit what it is alone.
+    shares = max(1, min(_BLOCKS // blocks, turns // _FEWEST_TURNS))
     bits = struct.unpack("i", struct.pack("f", scale * math.log2(math.e)))[0]
     template = [("T", q.dtype), ("D", width), ("G", each), ("SHARES", shares)]
     look: dict[str, Any] = {
         "inputs": [q, keys, values, mask],
         "template": [
             *template,
-            ("WARPS", threads // 32),
+            ("WARPS", warps),
+            ("AHEAD", _ahead(each)),
             ("SCALE", bits),
             ("SPLIT", blocks // groups),
         ],
@@ -239,6 +243,11 @@ def _choose_heads(together: int) -> int:
     With more of them than two there are registers for few threads, which then wait for memory.
     """
     return together if together % 2 else 2
+
+
+def _ahead(each: int) -> int:
+    """Slots that a group of lanes has in flight; of many heads there are too few registers."""
+    return 2 if each > 4 else 4
 
 
 _SEEN = ("q", "keys", "values", "mask")
