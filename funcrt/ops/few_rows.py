@@ -13,9 +13,9 @@ order in which sums are made depends on the matrix alone, so a row is bit for bi
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
-from functools import lru_cache
-from typing import Any
+from collections.abc import Collection
+
+from funcrt.ops.kernels import cuda_kernel
 
 import mlx.core as mx
 
@@ -209,7 +209,10 @@ def multiply(
     given = {name: array for name, array in arrays.items() if array is not None}
     lines = tiles * _TILE + rows + (norm is not None)
     threads, blocks = 32 * warps, kept // (_TILE if gated else _TILE * tiles)
-    kernel = _kernel(tuple(given), gated, 2 * _STEP * lines * _STAGES * warps)
+    kernel = cuda_kernel(
+        "_".join(("multiply", *given)), tuple(given), ("out",), _write_source(given, gated),
+        header=_HEADER, shared_memory=2 * _STEP * lines * _STAGES * warps,
+    )  # fmt: skip
     out: mx.array = kernel(
         inputs=list(given.values()),
         template=[
@@ -230,20 +233,10 @@ def _choose_shape(outputs: int, gated: bool) -> tuple[int, int]:
     return (2, 4) if gated or outputs // _TILE >= _MANY_TILES else (1, 8)
 
 
-@lru_cache
-def _kernel(names: Sequence[str], gated: bool, shared: int) -> Callable[..., Any]:
-    """MLX keeps what it compiled by source, also on disk."""
+def _write_source(names: Collection[str], gated: bool) -> str:
+    """The kernel for inputs of these names."""
     finish = _SCALE if "norm" in names else "constexpr float scale = 1.0f;" if gated else ""
     finish += _GATE if gated else ""
     finish += "".join(part for name, part in _ADDED.items() if name in names)
     source = _SOURCE.replace("FETCH", _FETCH if "norm" in names else "")
-    source = source.replace("NORM\n", _NORM if "norm" in names else "").replace("FINISH", finish)
-    kernel: Callable[..., Any] = mx.fast.cuda_kernel(  # type: ignore[assignment]
-        name=f"funcrt_multiply_{'_'.join(names)}",
-        input_names=list(names),
-        output_names=["out"],
-        source=source,
-        header=_HEADER,
-        shared_memory=shared,
-    )
-    return kernel
+    return source.replace("NORM\n", _NORM if "norm" in names else "").replace("FINISH", finish)

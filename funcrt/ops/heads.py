@@ -7,10 +7,7 @@ of the GPU when it is needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
-from typing import Any
-
+from funcrt.ops.kernels import cuda_kernel
 from funcrt.ops.rotary import Rotary
 
 import mlx.core as mx
@@ -94,7 +91,13 @@ def split(
     if upcoming is not None:
         inputs.append(upcoming)
         lines = min(_MOST_LINES, upcoming.nbytes // 128)
-    q, k, v = _kernel(upcoming is not None)(
+    kernel = cuda_kernel(
+        "split_heads",
+        ("qkv", "offset", "periods", *["next"] * (upcoming is not None)),
+        ("q", "k", "v"),
+        _SOURCE.replace("FETCH", "" if upcoming is None else _FETCH),
+    )
+    q, k, v = kernel(
         inputs=inputs,
         template=[
             ("T", qkv.dtype), ("H", heads), ("K", kv_heads), ("D", width), ("R", rotary.dims),
@@ -106,15 +109,3 @@ def split(
         output_dtypes=[qkv.dtype] * 3,
     )  # fmt: skip
     return q, k, v
-
-
-@lru_cache
-def _kernel(fetches: bool) -> Callable[..., Any]:
-    """MLX keeps what it compiled by source, also on disk."""
-    kernel: Callable[..., Any] = mx.fast.cuda_kernel(  # type: ignore[assignment]
-        name="funcrt_split_heads",
-        input_names=["qkv", "offset", "periods", *["next"] * fetches],
-        output_names=["q", "k", "v"],
-        source=_SOURCE.replace("FETCH", _FETCH if fetches else ""),
-    )
-    return kernel

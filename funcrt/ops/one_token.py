@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Callable
 from typing import Any
+
+from funcrt.ops.kernels import cuda_kernel
 
 import mlx.core as mx
 
+_SEEN = ("q", "keys", "values", "mask")
 _WIDTHS = (64, 128, 256)
 _MOST_HEADS = 8  # of a block: what they add up is in registers
 _WARPS = 8  # of a block: each thread may then have all the registers that there are
@@ -221,13 +223,13 @@ def attend(q: mx.array, keys: mx.array, values: mx.array, mask: mx.array, scale:
     }
     whole: dict[str, Any] = {"output_shapes": [q.shape], "output_dtypes": [q.dtype]}
     if shares == 1:
-        out: mx.array = _kernel("whole")(**look, **whole)[0]
+        out: mx.array = _make_kernel("whole")(**look, **whole)[0]
         return out
     part = (batch, blocks, shares, each)
-    parts = _kernel("share")(
+    parts = _make_kernel("share")(
         **look, output_shapes=[(*part, width), (*part, 2)], output_dtypes=[mx.float32, mx.float32]
     )
-    joined: mx.array = _kernel("join")(
+    joined: mx.array = _make_kernel("join")(
         inputs=parts,
         template=template,
         grid=(batch * blocks * threads, 1, 1),
@@ -250,23 +252,10 @@ def _ahead(each: int) -> int:
     return 2 if each > 4 else 4
 
 
-_SEEN = ("q", "keys", "values", "mask")
-_KERNELS: dict[str, tuple[Sequence[str], Sequence[str], str]] = {
-    "whole": (_SEEN, ("out",), _SOURCE.replace("FINISH", _WHOLE)),
-    "share": (_SEEN, ("sums_of", "stats"), _SOURCE.replace("FINISH", _SHARE)),
-    "join": (("sums", "stats"), ("out",), _JOIN),
-}
-
-
-@lru_cache
-def _kernel(name: str) -> Callable[..., Any]:
-    """MLX keeps what it compiled by source, also on disk."""
-    inputs, outputs, source = _KERNELS[name]
-    kernel: Callable[..., Any] = mx.fast.cuda_kernel(  # type: ignore[assignment]
-        name=f"funcrt_attend_{name}",
-        input_names=list(inputs),
-        output_names=list(outputs),
-        source=source,
-        ensure_row_contiguous=False,
-    )
-    return kernel
+def _make_kernel(name: str) -> Callable[..., Any]:
+    inputs, outputs, source = {
+        "whole": (_SEEN, ("out",), _SOURCE.replace("FINISH", _WHOLE)),
+        "share": (_SEEN, ("sums_of", "stats"), _SOURCE.replace("FINISH", _SHARE)),
+        "join": (("sums", "stats"), ("out",), _JOIN),
+    }[name]
+    return cuda_kernel(f"attend_{name}", inputs, outputs, source, ensure_row_contiguous=False)
