@@ -20,7 +20,7 @@ from funcrt.calling import CallForm
 from funcrt.compiled import Compiled
 from funcrt.errors import BundleError, CapacityError, InputError
 from funcrt.flat import FlatFunction
-from funcrt.params import Params, evaluate_singly, fingerprint
+from funcrt.params import Params, evaluate_in_turn, fingerprint
 from funcrt.text import Tokenizer
 from funcrt.tracing import read
 
@@ -93,7 +93,7 @@ class Bundle(CallForm):
             ):
                 raise BundleError(f"{self.folder}: {entry.file} returns other weights than listed")
             self._stored = {}  # not held beside what is made of them
-            evaluate_singly(made)
+            evaluate_in_turn(made)
         return made
 
     @property
