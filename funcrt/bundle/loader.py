@@ -110,8 +110,9 @@ def _open(folder: Path, params: Weights | None, expected: str | None, refreshed:
     device = device_class()
     target = _find_target(folder, manifest, device)
     checks.check_digest(folder, digest)
-    files.check_files(folder, manifest, digest, full=False)
     entries = [target.prepare_function(), *target.step_functions().values()]
+    graph_files = {entry.file for entry in entries}
+    files.check_files(folder, manifest, digest, full=False, read_later=graph_files)
     # Held in memory, so that a bundle that is replaced later still runs.
     graphs = {entry.key: files.read_file(folder, entry.file, manifest) for entry in entries}
     tokenizer = _tokenizer(folder, manifest)
