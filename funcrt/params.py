@@ -9,7 +9,6 @@ import hashlib
 import json
 from collections import deque
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from funcrt import low_rank
@@ -201,6 +200,8 @@ def fingerprint(params: Mapping[str, mx.array], config: Mapping[str, object]) ->
     """
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     names = sorted(params)
+    from concurrent.futures import ThreadPoolExecutor  # loading a bundle does without it
+
     with ThreadPoolExecutor() as pool:  # hashing releases the interpreter lock; MLX stays here
         hashes = list(pool.map(hash_bytes, [array_bytes(params[name]) for name in names]))
     for name, value in zip(names, hashes, strict=True):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from funcrt import cache, low_rank, streams
 from funcrt.buckets import Bucket, BucketPlan
@@ -21,10 +21,12 @@ from funcrt.compiled import Compiled
 from funcrt.errors import BundleError, CapacityError, InputError
 from funcrt.flat import FlatFunction
 from funcrt.params import Params, evaluate_in_turn, fingerprint
-from funcrt.text import Tokenizer
 from funcrt.tracing import read
 
 import mlx.core as mx
+
+if TYPE_CHECKING:
+    from funcrt.text import Tokenizer
 
 
 class Bundle(CallForm):
