@@ -60,13 +60,12 @@ class Attention(Part):
 
     def split(self, run: Run, qkv: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         """Queries `[B, H, T, D]`, keys and values `[B, K, T, D]`, normed and turned."""
-        heads, kv, width = self.heads, self.kv_heads, self.head_dim
+        heads, kv = self.heads, self.kv_heads
         plain = self.q_norm is None and self.k_norm is None
         if run.fuses and plain and self.rope is not None:
-            rotary = run.rotary(self.rope, width)
-            if one_kernel.supports(qkv, rotary, width):
-                upcoming = plain_weight(run, self.out)
-                return one_kernel.split(qkv, heads, kv, width, rotary, upcoming)
+            waves = run.waves(self.rope, self.head_dim)
+            if waves is not None:
+                return one_kernel.split(qkv, heads, kv, waves, plain_weight(run, self.out))
         qkv = split_heads(qkv, heads + 2 * kv)
         qk, v = mx.split(qkv, [heads + kv], axis=1)
         if plain:

@@ -22,6 +22,7 @@ from funcrt.cache import (
 )
 from funcrt.config.rope import RopeConfig
 from funcrt.low_rank import ROWS
+from funcrt.ops.heads import Waves, make_waves
 from funcrt.ops.rotary import Rotary, make_rotary
 from funcrt.params import Fusions, Params, ParamSpec
 
@@ -63,6 +64,7 @@ class Run:
             check_recurrent(self.call)
         self.attend = Attend(self.call, state)
         self._rotaries: dict[tuple[RopeConfig, int], Rotary] = {}
+        self._waves: dict[tuple[RopeConfig, int], Waves | None] = {}
 
     def rotary(self, rope: RopeConfig, width: int) -> Rotary:
         """Rotary embedding of heads of this width; layers alike share one."""
@@ -74,6 +76,13 @@ class Run:
                 rope, width, call.offset, call.lengths, tokens, call.positions
             )
         return self._rotaries[key]
+
+    def waves(self, rope: RopeConfig, width: int) -> Waves | None:
+        """The same for `ops.heads`, if it is for this embedding."""
+        key = (rope, width)
+        if key not in self._waves:
+            self._waves[key] = make_waves(self.rotary(rope, width))
+        return self._waves[key]
 
     @property
     def positions(self) -> mx.array:

@@ -12,10 +12,9 @@ order in which sums are made depends on the matrix alone, so a row is bit for bi
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Collection
 
-from funcrt.ops.kernels import cuda_kernel
+from funcrt.ops import kernels
 
 import mlx.core as mx
 
@@ -26,75 +25,83 @@ _MANY_TILES = 264  # two for each multiprocessor of an H100 or H200: enough for 
 _STAGES = 4
 
 _HEADER = """
-__device__ __forceinline__ void copy(uint4* to, const void* from) {
+__device__ void copy(uint4* to, const void* from) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;"
-               :: "r"(static_cast<unsigned>(__cvta_generic_to_shared(to))), "l"(from));
+               :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from));
 }
-__device__ __forceinline__ void multiply(float* sum, unsigned a0, unsigned a1, unsigned a2,
-                                         unsigned a3, unsigned b0, unsigned b1) {
+__device__ void multiply(float* sum, unsigned a0, unsigned a1, unsigned a2, unsigned a3,
+                         unsigned b0, unsigned b1) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
                "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
+__device__ unsigned scaled(unsigned two, unsigned by, float& squares) {
+  const float low = __uint_as_float(two << 16), high = __uint_as_float(two & 0xffff0000u);
+  squares += low * low + high * high;
+  unsigned product;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(two), "r"(by), "r"(0x80008000u));
+  return product;
+}
 """
 # Shared memory has for each warp and stage 8 pieces of 16 bytes of each line: those of the matrix,
 # of the rows, of the norm. Odd lines have their halves swapped, so that the eight threads that
-# read two lines together find them in different banks.
+# read two lines together find them in different banks. Loops are unrolled only where it is faster:
+# see `kernels` for why the text is kept short.
 _SOURCE = """
-  using T = __nv_bfloat16;
+extern "C" __global__ void NAME(ARGUMENTS, bfloat* out, int inputs, int outputs, float eps) {
   constexpr int OUTPUTS = TILES * 16, EIGHTS = (ROWS + 7) / 8, WIDE = EIGHTS * 8;
-  constexpr int KEPT = GATED ? 16 : OUTPUTS;   // outputs that the block writes
+  constexpr int KEPT = GATED ? 16 : OUTPUTS;  // outputs that the block writes
   constexpr int LINES = OUTPUTS + ROWS + NORMED;
   extern __shared__ uint4 memory[];
-  const int inputs = w_shape[1], outputs = w_shape[0];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int line = lane / 4, quarter = lane % 4, swap = (line & 1) * 4;
+  const int line = lane / 4, quarter = lane % 4;
   const long long first = blockIdx.x * KEPT;
   const int apart = GATED ? outputs / 2 : 16;  // a gate and what it is multiplied by
   const int steps = (inputs / 64 - warp + WARPS - 1) / WARPS;
   uint4* stages = memory + warp * STAGES * LINES * 8;
 
-  const int copied = lane / 8, piece = lane % 8, target = piece ^ ((copied & 1) * 4);
+  const int copied = lane / 8, piece = lane % 8;
+  const bfloat* w_at = w + (first + copied) * inputs + warp * 64 + piece * 8;
+  const bfloat* x_at = x + copied * inputs + warp * 64 + piece * 8;
+  uint4* target = stages + copied * 8 + (piece ^ (copied & 1) * 4);
   auto fetch = [&](int step) {
     if (step < steps) {
-      uint4* stage = stages + step % STAGES * LINES * 8;
-      const int at = (warp + step * WARPS) * 64 + piece * 8;
+      const int to = step % STAGES * LINES * 8, at = step * WARPS * 64;
       #pragma unroll
-      for (int i = 0; i < OUTPUTS; i += 4) {
-        const long long from = first + i / 16 * apart + i % 16 + copied;
-        copy(stage + (i + copied) * 8 + target, w + from * inputs + at);
-      }
+      for (int i = 0; i < OUTPUTS; i += 4)
+        copy(target + to + i * 8, w_at + at + (long long)(i / 16 * apart + i % 16) * inputs);
       #pragma unroll
       for (int i = 0; i < ROWS; i += 4)
-        if (i + copied < ROWS)
-          copy(stage + (OUTPUTS + i + copied) * 8 + target, x + (i + copied) * inputs + at);
+        if (i + copied < ROWS) copy(target + to + (OUTPUTS + i) * 8, x_at + at + i * inputs);
       FETCH
     }
     asm volatile("cp.async.commit_group;");
   };
 
   float sum[TILES][EIGHTS][4] = {}, square[EIGHTS] = {};
-  #pragma unroll
-  for (int step = 0; step < STAGES - 1; ++step) fetch(step);
-  for (int step = 0; step < steps; ++step) {
-    asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 2));
-    __syncwarp();
+  #pragma unroll 1
+  for (int step = 1 - STAGES; step < steps; ++step) {
+    if (step >= 0) {
+      asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 2));
+      __syncwarp();
+    }
     fetch(step + STAGES - 1);
+    if (step < 0) continue;
     const uint4* stage = stages + step % STAGES * LINES * 8;
-    #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int at = (half * 4 + quarter) ^ swap;
+    #pragma unroll 1
+    for (int half = 0; half < 8; half += 4) {
       uint4 b[EIGHTS];
       #pragma unroll
       for (int c = 0; c < EIGHTS; ++c) {
         const int row = min(c * 8 + line, ROWS - 1);
-        b[c] = stage[(OUTPUTS + row) * 8 + ((half * 4 + quarter) ^ ((row & 1) * 4))];
+        b[c] = stage[(OUTPUTS + row) * 8 + (half + quarter ^ (row & 1) * 4)];
       }
       NORM
+      const uint4* at = stage + line * 8 + (half + quarter ^ (line & 1) * 4);
       #pragma unroll
       for (int t = 0; t < TILES; ++t) {
-        const uint4 p = stage[(t * 16 + line) * 8 + at], q = stage[(t * 16 + line + 8) * 8 + at];
+        const uint4 p = at[t * 128], q = at[t * 128 + 64];
         #pragma unroll
         for (int c = 0; c < EIGHTS; ++c) {
           multiply(sum[t][c], p.x, q.x, p.y, q.y, b[c].x, b[c].y);
@@ -107,62 +114,59 @@ _SOURCE = """
   __syncthreads();  // the same memory serves again
   float* sums = reinterpret_cast<float*>(memory);  // [WARPS][OUTPUTS][WIDE]
   float* squares = sums + WARPS * OUTPUTS * WIDE;  // [WARPS][WIDE]
+  float* mine = sums + (warp * OUTPUTS + line) * WIDE + quarter * 2;
   #pragma unroll
   for (int c = 0; c < EIGHTS; ++c) {
     #pragma unroll
     for (int t = 0; t < TILES; ++t)
       #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int o = t * 16 + line + i / 2 * 8, r = c * 8 + quarter * 2 + i % 2;
-        sums[(warp * OUTPUTS + o) * WIDE + r] = sum[t][c][i];
-      }
-    float all = square[c];
-    all += __shfl_xor_sync(0xffffffffu, all, 1);
-    all += __shfl_xor_sync(0xffffffffu, all, 2);
-    if (quarter == 0) squares[warp * WIDE + c * 8 + line] = all;
+      for (int i = 0; i < 4; ++i)
+        mine[(t * 16 + i / 2 * 8) * WIDE + c * 8 + i % 2] = sum[t][c][i];
+    if (NORMED) {
+      float all = square[c];
+      all += __shfl_xor_sync(0xffffffffu, all, 1);
+      all += __shfl_xor_sync(0xffffffffu, all, 2);
+      if (quarter == 0) squares[warp * WIDE + c * 8 + line] = all;
+    }
   }
   __syncthreads();
+  #pragma unroll 1
   for (int n = threadIdx.x; n < KEPT * ROWS; n += WARPS * 32) {
     const int o = n % KEPT, r = n / KEPT;
     const long long place = (long long)r * (GATED ? outputs / 2 : outputs) + first + o;
-    float value = 0.0f;
-    #pragma unroll
-    for (int i = 0; i < WARPS; ++i) value += sums[(i * OUTPUTS + o) * WIDE + r];
+    float value = 0.0f, other = 0.0f, all = 0.0f;
+    #pragma unroll 1
+    for (int i = 0; i < WARPS; ++i) {
+      const float* from = sums + (i * OUTPUTS + o) * WIDE + r;
+      value += from[0];
+      if (GATED) other += from[16 * WIDE];
+      if (NORMED) all += squares[i * WIDE + r];
+    }
+    const float scale = NORMED ? rsqrtf(all / inputs + eps) : 1.0f;
+    value *= scale;
+    if (GATED) value = value / (1.0f + __expf(-value)) * (other * scale);
     FINISH
-    out[place] = static_cast<T>(value);
+    out[place] = bfloat(value);
   }
+}
 """
-_FETCH = "if (lane < 8) copy(stage + (OUTPUTS + ROWS) * 8 + lane, norm + at);"
+_FETCH = """
+      if (lane < 8)
+        copy(stages + to + (OUTPUTS + ROWS) * 8 + lane, norm + (warp * 8 + lane) * 8 + at);
+"""
 _NORM = """
-      const uint4 g = stage[(OUTPUTS + ROWS) * 8 + half * 4 + quarter];
-      const __nv_bfloat162* by = reinterpret_cast<const __nv_bfloat162*>(&g);
+      const uint4 g = stage[(OUTPUTS + ROWS) * 8 + half + quarter];
       #pragma unroll
       for (int c = 0; c < EIGHTS; ++c) {
-        __nv_bfloat162* v = reinterpret_cast<__nv_bfloat162*>(&b[c]);
-        #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float2 f = __bfloat1622float2(v[i]);
-          square[c] += f.x * f.x + f.y * f.y;
-          v[i] = __hmul2(v[i], by[i]);
-        }
+        b[c].x = scaled(b[c].x, g.x, square[c]);
+        b[c].y = scaled(b[c].y, g.y, square[c]);
+        b[c].z = scaled(b[c].z, g.z, square[c]);
+        b[c].w = scaled(b[c].w, g.w, square[c]);
       }
 """
-_SCALE = """
-    float all = 0.0f;
-    #pragma unroll
-    for (int i = 0; i < WARPS; ++i) all += squares[i * WIDE + r];
-    const float scale = rsqrtf(all / inputs + __int_as_float(EPS));
-    value *= scale;
-"""
-_GATE = """
-    float other = 0.0f;
-    #pragma unroll
-    for (int i = 0; i < WARPS; ++i) other += sums[(i * OUTPUTS + o + 16) * WIDE + r];
-    value = value / (1.0f + __expf(-value)) * (other * scale);
-"""
 _ADDED = {
-    "bias": "value += static_cast<float>(bias[first + o]);",
-    "residual": "value += static_cast<float>(residual[place]);",
+    "bias": "value += (float)bias[first + o];",
+    "residual": "value += (float)residual[place];",
 }
 
 
@@ -202,30 +206,26 @@ def multiply(
     Returns:
         `[B, O]`, or `[B, O / 2]` where it is gated.
     """
-    rows, (outputs, _) = x.shape[0], weight.shape
+    rows, (outputs, inputs) = x.shape[0], weight.shape
     tiles, warps = _choose_shape(outputs, gated)
     kept = outputs // 2 if gated else outputs
     arrays = {"x": x, "w": weight, "norm": norm, "bias": bias, "residual": residual}
     given = {name: array for name, array in arrays.items() if array is not None}
     lines = tiles * _TILE + rows + (norm is not None)
-    threads, blocks = 32 * warps, kept // (_TILE if gated else _TILE * tiles)
-    kernel = cuda_kernel(
-        "_".join(("multiply", *given)), tuple(given), ("out",), _write_source(given, gated),
-        header=_HEADER, shared_memory=2 * _STEP * lines * _STAGES * warps,
-    )  # fmt: skip
-    out: mx.array = kernel(
-        inputs=list(given.values()),
-        template=[
-            ("TILES", tiles), ("WARPS", warps), ("STAGES", _STAGES), ("ROWS", rows),
-            ("GATED", gated), ("NORMED", norm is not None),
-            ("EPS", struct.unpack("i", struct.pack("f", eps))[0]),
-        ],
-        grid=(blocks * threads, 1, 1),
-        threadgroup=(threads, 1, 1),
-        output_shapes=[(rows, kept)],
-        output_dtypes=[x.dtype],
+    return kernels.run(
+        "_".join(("multiply", *given)),
+        _write_source(given),
+        {
+            "TILES": tiles, "WARPS": warps, "STAGES": _STAGES, "ROWS": rows,
+            "GATED": gated, "NORMED": norm is not None,
+        },
+        list(given.values()),
+        [inputs, outputs, eps],
+        [((rows, kept), x.dtype)],
+        blocks=(kept // (_TILE if gated else _TILE * tiles), 1, 1),
+        threads=32 * warps,
+        shared_memory=2 * _STEP * lines * _STAGES * warps,
     )[0]  # fmt: skip
-    return out
 
 
 def _choose_shape(outputs: int, gated: bool) -> tuple[int, int]:
@@ -233,10 +233,10 @@ def _choose_shape(outputs: int, gated: bool) -> tuple[int, int]:
     return (2, 4) if gated or outputs // _TILE >= _MANY_TILES else (1, 8)
 
 
-def _write_source(names: Collection[str], gated: bool) -> str:
+def _write_source(names: Collection[str]) -> str:
     """The kernel for inputs of these names."""
-    finish = _SCALE if "norm" in names else "constexpr float scale = 1.0f;" if gated else ""
-    finish += _GATE if gated else ""
-    finish += "".join(part for name, part in _ADDED.items() if name in names)
-    source = _SOURCE.replace("FETCH", _FETCH if "norm" in names else "")
-    return source.replace("NORM\n", _NORM if "norm" in names else "").replace("FINISH", finish)
+    arguments = ", ".join(f"const bfloat* {array}" for array in names)
+    finish = "\n".join(part for array, part in _ADDED.items() if array in names)
+    source = _SOURCE.replace("ARGUMENTS", arguments).replace("FINISH", finish)
+    source = source.replace("FETCH", _FETCH if "norm" in names else "")
+    return _HEADER + source.replace("NORM\n", _NORM if "norm" in names else "")
