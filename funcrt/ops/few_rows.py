@@ -49,7 +49,7 @@ __device__ unsigned scaled(unsigned two, unsigned by, float& squares) {
 # read two lines together find them in different banks. Loops are unrolled only where it is faster:
 # see `kernels` for why the text is kept short.
 _SOURCE = """
-extern "C" __global__ void NAME(ARGUMENTS, bfloat* out, int inputs, int outputs, float eps) {
+extern "C" __global__ void NAME(ARGUMENTS, bfloat* out, int inputs, int outputs, int eps) {
   constexpr int OUTPUTS = TILES * 16, EIGHTS = (ROWS + 7) / 8, WIDE = EIGHTS * 8;
   constexpr int KEPT = GATED ? 16 : OUTPUTS;  // outputs that the block writes
   constexpr int LINES = OUTPUTS + ROWS + NORMED;
@@ -142,7 +142,7 @@ extern "C" __global__ void NAME(ARGUMENTS, bfloat* out, int inputs, int outputs,
       if (GATED) other += from[16 * WIDE];
       if (NORMED) all += squares[i * WIDE + r];
     }
-    const float scale = NORMED ? rsqrtf(all / inputs + eps) : 1.0f;
+    const float scale = NORMED ? rsqrtf(all / inputs + __int_as_float(eps)) : 1.0f;
     value *= scale;
     if (GATED) value = value / (1.0f + __expf(-value)) * (other * scale);
     FINISH

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import re
+import struct
 from collections.abc import Mapping, Sequence
 from functools import cache
 
@@ -69,7 +70,8 @@ def run(
             types `bfloat` and `half` convert to float and from it.
         constants: what the source leaves open: numbers, and types.
         inputs: pointers to arrays in row order come first among the arguments.
-        scalars: come last, after the outputs.
+        scalars: come last, after the outputs, as int; of a float its bits, see `__int_as_float`,
+            since MLX refuses floats.
         outputs: shapes and dtypes.
         blocks: of the grid.
         threads: of a block.
@@ -92,12 +94,17 @@ def run(
         inputs=inputs,
         output_shapes=[shape for shape, _ in outputs],
         output_dtypes=[dtype for _, dtype in outputs],
-        scalars=scalars,
+        scalars=[_bits(value) if isinstance(value, float) else value for value in scalars],
         grid=(blocks[0] * threads, blocks[1], blocks[2]),
         threadgroup=(threads, 1, 1),
         shared_memory=shared_memory,
         ensure_row_contiguous=True,
     )
+
+
+def _bits(value: float) -> int:
+    (bits,) = struct.unpack("i", struct.pack("f", value))
+    return int(bits)
 
 
 @cache

@@ -54,7 +54,8 @@ __device__ void unpack(uint4 v, float* x) {
 """
 _SOURCE = """
 extern "C" __global__ void NAME(const T* q, const T* keys, const T* values, const bool* mask,
-                                OUTPUTS, int capacity, float scale) {
+                                OUTPUTS, int capacity, int scaling) {
+  const float scale = __int_as_float(scaling);  // of scores, times log2(e)
   constexpr int LANES = D / 8;
   constexpr int TOGETHER = 32 / LANES;        // slots that a warp looks at together
   constexpr int STEP = WARPS * TOGETHER;      // ... and a block
