@@ -89,7 +89,7 @@ extern "C" __global__ void NAME(ARGUMENTS, bfloat* out, int inputs, int outputs,
     fetch(step + STAGES - 1);
     if (step < 0) continue;
     const uint4* stage = stages + step % STAGES * LINES * 8;
-    #pragma unroll 1
+    #pragma unroll
     for (int half = 0; half < 8; half += 4) {
       uint4 b[EIGHTS];
       #pragma unroll
@@ -135,7 +135,7 @@ extern "C" __global__ void NAME(ARGUMENTS, bfloat* out, int inputs, int outputs,
     const int o = n % KEPT, r = n / KEPT;
     const long long place = (long long)r * (GATED ? outputs / 2 : outputs) + first + o;
     float value = 0.0f, other = 0.0f, all = 0.0f;
-    #pragma unroll 1
+    #pragma unroll 4
     for (int i = 0; i < WARPS; ++i) {
       const float* from = sums + (i * OUTPUTS + o) * WIDE + r;
       value += from[0];
