@@ -267,3 +267,18 @@ def test_bundles_have_it_for_all_shapes_or_none(tmp_path: Path) -> None:
     cut = replace(bundle.manifest, targets={bundle.device: replace(target, functions=functions)})
     with pytest.raises(BundleError, match=f"{first.key} is missing"):
         check_manifest(cut)
+
+
+def test_it_takes_no_room_for_slots() -> None:
+    """Neither for scores, as `prefill` does, nor for another state."""
+    compiled = make_model().compiled(BucketPlan(batch=3, tokens=TOKENS, capacity=16384))
+    tokens = ids(*(random_tokens(TOKENS, row) for row in range(3)))
+    state = compiled.init_cache(3, 16384)
+    size = sum(array.nbytes for array in state.values())
+    for number in range(4):
+        logits, state = compiled.prefill_first(tokens, mx.ones(tokens.shape), state)
+        mx.eval(logits, state)
+        if number == 1:  # the first call is traced
+            mx.reset_peak_memory()
+            level = mx.get_active_memory()
+    assert mx.get_peak_memory() - level < 0.2 * size
