@@ -39,7 +39,9 @@ FAMILIES = {
 }
 LLAMAS = {"dense": ("float32", None), "16 bits": ("bfloat16", None), "packed cache": ("float32", 8)}
 PLAN = funcrt.BucketPlan(batch=[2], tokens=[4, 8], capacity=[64])
-STEPS = {"prefill": 8, "decode": 1, "decode_greedy": 1, "verify_greedy": 4}  # name -> T
+STEPS = {  # name -> T
+    "prefill": 8, "prefill_first": 8, "decode": 1, "decode_greedy": 1, "verify_greedy": 4,
+}  # fmt: skip
 Counters = dict[str, Any]
 
 

@@ -1,7 +1,8 @@
 """Attention over a cache state: write what is new, then look at what the mask shows.
 
 One `Attend` serves all layers of a call. It finds out from the arrays of the state which kind of
-cache a layer has, and keeps the new arrays.
+cache a layer has, and keeps the new arrays. In the first call of all rows layers look at what is
+new instead of all slots, through a mask of T x T.
 """
 
 from __future__ import annotations
@@ -141,8 +142,9 @@ class Attend:
         self.state[name] = array
 
     def _write(self, name: str, new: mx.array, slots: mx.array) -> mx.array:
+        """Put what is new in its slots. Returns what queries look at."""
         self.state[name] = write(self._old[name], new, slots)
-        return self.state[name]
+        return new.astype(self._old[name].dtype) if self._call.first else self.state[name]
 
     def _packing(self, name: str, width: int) -> Quantization:
         bits = self._old[f"{name}.keys"].shape[-1] * 32 // width
@@ -190,6 +192,8 @@ class Attend:
         both_sides: bool,
         ring: int | None,
     ) -> mx.array:
+        if self._call.first and scoring.softcap is None and not _narrows(window, q.shape[2]):
+            return attend(q, keys, values, "causal", scoring)
         mask, key = self._mask(window, both_sides, ring), (window, both_sides, ring, q.dtype)
         if scoring.softcap is not None:
             return attend_by_products(q, Dense(keys), Dense(values), mask, scoring)
@@ -209,8 +213,10 @@ class Attend:
         return self._ring_slots[ring]
 
     def _mask(self, window: int | None, both_sides: bool, ring: int | None) -> mx.array:
-        """Bool `[B, 1, T, S or R + 1]`; layers alike share one."""
+        """Bool `[B, 1, T, S or R + 1]`, or `[1, 1, T, T]`; layers alike share one."""
         key = (window, both_sides, ring)
+        if key not in self._masks and self._call.first:
+            self._masks[key] = _see_new(self._call.real.shape[1], window)
         if key not in self._masks and window is None and ring is None:
             self._masks[key] = find_sight(self._call)
         if key not in self._masks:
@@ -248,3 +254,21 @@ class Attend:
         mask = mx.take_along_axis(mask, index[:, None, None, :], axis=3)
         keys = mx.take_along_axis(self.state["positions"], index, axis=1)
         return mask & held[:, None, None, :], keys
+
+
+def _see_new(tokens: int, window: int | None) -> mx.array:
+    """Bool `[1, 1, T, T]`: packed tokens see themselves and those before them.
+
+    Padding comes last and sees itself, at least, so no row is blind.
+    """
+    step = mx.arange(tokens, dtype=mx.int32)
+    distance = step[:, None] - step
+    mask = distance >= 0
+    if window is not None:
+        mask = mask & (distance < window)
+    return mask[None, None]
+
+
+def _narrows(window: int | None, tokens: int) -> bool:
+    """Whether a window hides any of T tokens from a later one."""
+    return window is not None and window < tokens

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 from funcrt import sampling, streams
 from funcrt.buckets import Bucket, BucketPlan
@@ -21,7 +21,7 @@ from funcrt.errors import CapacityError, InputError
 from funcrt.flat import FlatFunction
 from funcrt.masks import from_block
 from funcrt.sampling import Sampled
-from funcrt.steps import STEPS, input_shape
+from funcrt.steps import FIRST, STEPS, input_shape
 
 import mlx.core as mx
 
@@ -45,6 +45,7 @@ class Compiled:
         dtype: of the logits.
         eager: run without `mx.compile`, which is what compiled results are compared with.
         is_imported: the functions are imported graphs, which take turns, see `funcrt.streams`.
+        present: names of the functions that `source` has; older bundles lack optional ones.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Compiled:
         dtype: str,
         eager: bool = False,
         is_imported: bool = False,
+        present: Container[str] = STEPS.keys(),
     ) -> None:
         self.plan = plan
         self.cache_spec = cache_spec
@@ -66,6 +68,7 @@ class Compiled:
         self.is_imported = is_imported
         self.traces: Counter[str] = Counter()
         self._source = source
+        self.present = present
         self._eager = eager
         self._params = list(params)
         self._slotted = next(  # an array that has slots, and where
@@ -87,7 +90,7 @@ class Compiled:
         return logits, state
 
     def prefill(
-        self, tokens: mx.array, valid: mx.array, state: CacheState
+        self, tokens: mx.array, valid: mx.array, state: CacheState, *, first: bool = False
     ) -> tuple[mx.array, CacheState]:
         """Logits `[B,V]` of each row's last real token, and the new state.
 
@@ -95,9 +98,28 @@ class Compiled:
             tokens: int32 `[B,T]`.
             valid: `[B,T]` of any dtype, nonzero = real.
             state: the cache state.
+            first: its rows are known to be empty; takes `prefill_first` where there is one.
+        """
+        size = _tokens_of(tokens)
+        name = FIRST if first and size in self._choose_sizes(FIRST) else "prefill"
+        (logits,), state = self._stateful(name, size, [tokens, valid != 0], state)
+        return logits, state
+
+    def prefill_first(
+        self, tokens: mx.array, valid: mx.array, state: CacheState
+    ) -> tuple[mx.array, CacheState]:
+        """`prefill` of the first tokens of all rows: faster, since no slot has to be looked at.
+
+        What the rows hold before, their lengths included, does not matter; it has to be finite.
+        Rows keep the adapters that they have chosen. Bundles that are older have no such function.
+
+        Args:
+            tokens: int32 `[B,T]`, T from 32.
+            valid: `[B,T]` of any dtype, nonzero = real.
+            state: the cache state.
         """
         inputs = [tokens, valid != 0]
-        (logits,), state = self._stateful("prefill", _tokens_of(tokens), inputs, state)
+        (logits,), state = self._stateful(FIRST, _tokens_of(tokens), inputs, state)
         return logits, state
 
     def prefill_block(
@@ -260,6 +282,10 @@ class Compiled:
             self._callables[key] = traced if self._eager else mx.compile(traced)
         return self._callables[key]
 
+    def _choose_sizes(self, name: str) -> tuple[int, ...]:
+        """The T that a function exists for."""
+        return STEPS[name].choose_sizes(self.plan.tokens) if name in self.present else ()
+
     def _check_declared(self, name: str, bucket: Bucket) -> None:
         step = STEPS[name]
         # States without slots have one capacity, whatever the plan says of the others.
@@ -267,7 +293,7 @@ class Compiled:
         self.plan.check(bucket.batch, bucket.capacity if has_slots else None)
         if step.grows:
             self.plan.next_capacity(bucket.capacity)
-        sizes = step.choose_sizes(self.plan.tokens)
+        sizes = self._choose_sizes(name)
         if bucket.tokens not in sizes:
             raise CapacityError(
                 f"{name} of {bucket.tokens} tokens is not declared; "

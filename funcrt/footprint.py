@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from funcrt.cache.layout import DTYPES, FULL, CacheSpec, attention_entries, state_bytes
 from funcrt.errors import ConfigError
 from funcrt.ops.scans import BLOCK
-from funcrt.steps import STEPS
+from funcrt.steps import FIRST, STEPS
 
 if TYPE_CHECKING:
     from funcrt.calling import CallForm
@@ -101,7 +101,8 @@ class Footprint:
 
         Layers need two rounds of scores `[B, H, T, S]` (read and written at once), the mask and
         its inputs, and the activations of about two layers, since MLX runs ahead of what it frees.
-        Rings look at few columns of the mask: what it was made of is gone when they score.
+        Rings look at few columns of the mask: what it was made of is gone when they score. The
+        first call of rows looks at its own tokens.
 
         Args:
             batch: B.
@@ -119,6 +120,8 @@ class Footprint:
         values += 3 * self.num_heads * self._latent_width()
         scan = self._scan(tokens)
         activations = places * values * (max(self.value_bytes, 4) if scan else self.value_bytes)
+        if signature.name == FIRST:
+            capacity = min(capacity, tokens)
         columns, mask = self._columns(capacity), places * capacity
         scores = places * 2 * self.num_heads * columns * self.value_bytes
         looked = scores + 3 * mask if columns == capacity else max(scores + mask, 3 * mask)

@@ -1,9 +1,10 @@
 """The pure functions that are compiled and exported, each with its signature in one table.
 
-`forward` is the contract itself; the others build the mask inside. `sample` and the two forms of
-`decode` choose the next token; the two of `verify` choose one at every place of a call and keep the
-guesses that were right; `top` gives alternatives; `grow` moves a state to more slots. Compiling,
-exporting and loading all read it.
+`forward` is the contract itself; the others build the mask inside. `prefill_first` is `prefill` of
+rows that hold nothing yet, whatever their state says. `sample` and the two forms of `decode` choose
+the next token; the two of `verify` choose one at every place of a call and keep the guesses that
+were right; `top` gives alternatives; `grow` moves a state to more slots. Compiling, exporting and
+loading all read it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from funcrt.cache import (
     place_causal,
     state_size,
 )
+from funcrt.cache.rows import forget
 from funcrt.params import FLOATS, Params
 from funcrt.sampling import Sampled
 
@@ -64,6 +66,7 @@ _OUTPUT_SHAPES: dict[str, tuple[str, str]] = {
     "top_tokens": ("BN", "int32"),
     "top_logprobs": ("BN", "float32"),
 }
+_LARGEST = 2**31 - 1
 _BY_PLACE = ("logits", "tokens", "logprobs", "finite")
 
 
@@ -77,6 +80,7 @@ class Step:
         outputs: before the cache state.
         prefills: it exists per T; the others take one token per row.
         sizes: the least and the largest T that it exists for, of those that a plan declares.
+        optional: bundles may lack it, as those do that are older; another function does the same.
         by_place: its logits, tokens, logprobs and finite have T axes, one entry per token.
         has_state: it takes and returns the cache state.
         has_params: it takes the params.
@@ -87,7 +91,8 @@ class Step:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     prefills: bool = False
-    sizes: tuple[int, int] = (1, 2**31 - 1)
+    sizes: tuple[int, int] = (1, _LARGEST)
+    optional: bool = False
     by_place: bool = False
     has_state: bool = True
     has_params: bool = True
@@ -106,13 +111,19 @@ class Step:
         return [Bucket(b, t, s) for b in batch for s in slots for t in self.choose_sizes(tokens)]
 
 
+FIRST = "prefill_first"
 _CHOSEN = ("tokens", "logprobs", "finite")
 _SIZES_OF_GUESSES = (2, 16)
+_LEAST_FIRST = 32  # a call of fewer tokens is short, and every function takes room in a bundle
 STEPS: dict[str, Step] = {
     step.name: step
     for step in (
         Step("forward", ("tokens", "mask"), ("logits",), prefills=True, by_place=True),
         Step("prefill", ("tokens", "valid"), ("logits",), prefills=True),
+        Step(
+            FIRST, ("tokens", "valid"), ("logits",),
+            prefills=True, sizes=(_LEAST_FIRST, _LARGEST), optional=True,
+        ),
         Step("prefill_block", ("tokens", "block"), ("logits",), prefills=True),
         Step(
             "decode", ("token", "active", *sampling.SETTING_INPUTS),
@@ -178,6 +189,13 @@ def make_step(
         params: Params, tokens: mx.array, valid: mx.array, state: CacheState
     ) -> tuple[mx.array, CacheState]:
         return last_logits(params, tokens, valid, causal(valid, state), state)
+
+    def prefill_first(
+        params: Params, tokens: mx.array, valid: mx.array, state: CacheState
+    ) -> tuple[mx.array, CacheState]:
+        state = forget(state)
+        call = place_causal(valid, state["lengths"], state_size(state)[1], first=True)
+        return last_logits(params, tokens, valid, call, state)
 
     def prefill_block(
         params: Params, tokens: mx.array, block: mx.array, state: CacheState
@@ -261,6 +279,7 @@ def make_step(
     functions: dict[str, StepFunction] = {
         "forward": run_forward,
         "prefill": prefill,
+        FIRST: prefill_first,
         "prefill_block": prefill_block,
         "decode": decode,
         "decode_greedy": decode_greedy,

@@ -37,6 +37,7 @@ def measure(model: Model, step: str, shape: tuple[int, int, int], eager: bool) -
     inputs = {
         "forward": [ids, mx.ones((batch, 1, tokens, capacity), mx.bool_)],
         "prefill": [ids, ids == 0],
+        "prefill_first": [ids, ids == 0],
         "decode_greedy": [ids[:, 0], ids[:, 0] == 0],
     }
     settings = make_settings(batch, model.vocab_size, temperature=1.0)
@@ -115,6 +116,17 @@ def test_other_weights_take_what_was_foretold(kind: str) -> None:
     model, shape = model_of(kind), (1, 64, 1024)
     foretold = laid_out(model, *shape).call(*shape)
     assert 0.9 * (measured := measure(model, "prefill", shape, True)) <= foretold <= 2.1 * measured
+
+
+@cpu_only
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
+def test_first_tokens_take_what_was_foretold(eager: bool) -> None:
+    """Nothing that is as wide as the capacity."""
+    model, shape = model_of("float32"), (2, 64, 1024)
+    foretold = laid_out(model, *shape).call(*shape, "prefill_first")
+    assert foretold < laid_out(model, *shape).call(*shape, "prefill") / 2
+    measured = measure(model, "prefill_first", shape, eager)
+    assert 0.9 * measured <= foretold <= 2.1 * measured
 
 
 @cpu_only

@@ -189,6 +189,7 @@ class Bundle(CallForm):
             vocab_size=self.vocab_size,
             dtype=self.dtype,
             is_imported=True,
+            present={name for name, _ in self._functions},
         )
 
     @cached_property

@@ -29,6 +29,8 @@ class Placement(NamedTuple):
         offset: int32 `[B]`, lengths before the call.
         lengths: int32 `[B]`, lengths after the call.
         causal: known to be such that each real token sees all slots up to its own.
+        first: known to be causal over rows that hold nothing yet, so that new tokens are all that
+            there is to see.
     """
 
     order: mx.array | None
@@ -40,6 +42,7 @@ class Placement(NamedTuple):
     offset: mx.array
     lengths: mx.array
     causal: bool = False
+    first: bool = False
 
 
 Sight: TypeAlias = mx.array | Placement
@@ -80,13 +83,16 @@ def place(mask: Sight, lengths: mx.array, positions: mx.array | None = None) -> 
     )
 
 
-def place_causal(valid: mx.array, lengths: mx.array, capacity: int) -> Placement:
+def place_causal(
+    valid: mx.array, lengths: mx.array, capacity: int, *, first: bool = False
+) -> Placement:
     """`place` of `masks.causal`, without the mask: what it says is known without looking at it.
 
     Args:
         valid: `[B, T]` of any dtype, nonzero = real token; padding may stand anywhere.
         lengths: int32 `[B]` before the call.
         capacity: S of the cache.
+        first: `lengths` are known to be 0.
     """
     order, back, real, count = _pack(valid != 0)
     column, scratch = _columns(capacity)
@@ -102,6 +108,7 @@ def place_causal(valid: mx.array, lengths: mx.array, capacity: int) -> Placement
         offset=lengths,
         lengths=lengths + count,
         causal=True,
+        first=first,
     )
 
 

@@ -213,6 +213,13 @@ def reset(state: CacheState, rows: Rows) -> CacheState:
     return {**state, **clear(small, rows)}
 
 
+def forget(state: CacheState) -> CacheState:
+    """`reset` of all rows, whatever they hold; each keeps the adapter that it has chosen."""
+    kept = ("slack", "adapter")
+    small = [name for name in state if kind_of(name) in ("row", "recurrent") and name not in kept]
+    return {**state, **{name: mx.zeros_like(state[name]) for name in small}}
+
+
 def _put(state: CacheState, rows: mx.array, values: CacheState) -> CacheState:
     """`state` with `values` `[N, ...]` in its `rows` int32 `[N]`."""
     changed = dict(state)

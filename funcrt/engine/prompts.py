@@ -67,12 +67,14 @@ class Prefilling:
         longest = max(r.cached + n for r, n in zip(group, counts, strict=True))
         capacity = choose_capacity(self._plan, self._spec, longest)
         state = stack(self._spec, [_take_row(request) for request in group], batch, capacity)
+        is_first = not any(request.cached for request in group)
         chunks = {}
         for row, (request, count) in enumerate(zip(group, counts, strict=True)):
             chunks[row] = request.prompt[request.cached : request.cached + count]
             request.cached += count
             request.written = max(request.written, request.cached)
-        logits, state = self._compiled.prefill(*pad(chunks, batch, width), state)
+        tokens, valid = pad(chunks, batch, width)
+        logits, state = self._compiled.prefill(tokens, valid, state, first=is_first)
         rows = dict(enumerate(group))
         reused = sum(request.completion.reused_tokens for request in new)
         call = Call("prefill", Bucket(batch, width, capacity), rows, sum(counts), reused=reused)

@@ -213,7 +213,7 @@ class ModelDrafter(Drafter):
 
     def _catch_up(self, wanted: Mapping[Request, int], width: int) -> None:
         """One chunk of every text, but for its last token."""
-        chunks = {}
+        chunks, is_first = {}, not any(self._held.values())
         for row, request in self._rows.seated.items():
             if request in wanted:
                 begin = len(self._held[request])
@@ -223,7 +223,7 @@ class ModelDrafter(Drafter):
                 self._held[request] += chunks[row]
         tokens, valid = pad(chunks, self._rows.batch, width)
         assert self._rows.state is not None
-        _, self._rows.state = self.compiled.prefill(tokens, valid, self._rows.state)
+        _, self._rows.state = self.compiled.prefill(tokens, valid, self._rows.state, first=is_first)
         mx.eval(self._rows.state)
 
     def _draw(self, wanted: Mapping[Request, int]) -> dict[Request, list[int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from funcrt.machine import is_on_cuda
 from funcrt.ops import masked_softmax, soft_cap
@@ -62,7 +62,11 @@ def hide(mask: mx.array, dtype: mx.Dtype) -> mx.array:
 
 
 def attend(
-    q: mx.array, keys: mx.array, values: mx.array, mask: mx.array, scoring: Scoring
+    q: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    mask: mx.array | Literal["causal"],
+    scoring: Scoring,
 ) -> mx.array:
     """What queries see of dense keys and values.
 
@@ -70,7 +74,9 @@ def attend(
         q: `[B, H, T, D]`.
         keys: `[B, K, S, D]`.
         values: likewise.
-        mask: `[B, 1, T, S]`, as `hide` gives it. Every row shows something.
+        mask: `[B or 1, 1, T, S]`, as `hide` gives it. Every row shows something. "causal", where
+            keys are those of the T tokens: each sees itself and those before it, which MLX's fused
+            kernels know without a mask.
         scoring: without a softcap, which MLX's fused attention does not know.
 
     Returns:
@@ -78,7 +84,8 @@ def attend(
     """
     sinks = None if scoring.sinks is None else scoring.sinks.astype(q.dtype)
     shape, groups = q.shape, keys.shape[1]
-    if mask.dtype != mx.bool_ and shape[2] == 1 and shape[1] > groups and sinks is None:
+    is_added = isinstance(mask, mx.array) and mask.dtype != mx.bool_
+    if is_added and shape[2] == 1 and shape[1] > groups and sinks is None:
         # For one token MLX's fused kernels know no masks. The query heads that share a key head
         # stand in for several tokens that see the same.
         q = q.reshape(shape[0], groups, -1, shape[3])

@@ -17,6 +17,7 @@ from funcrt.bundle import export, exporter, load_bundle, load_manifest, targets,
 from funcrt.bundle.exporter import KIND
 from funcrt.bundle.format import files
 from funcrt.bundle.golden import recorder as golden
+from funcrt.bundle.proof.invariances import count_invariances
 from funcrt.errors import BundleError, PublishError
 from funcrt.layers import part
 from funcrt.model import Model
@@ -212,11 +213,14 @@ def test_unusual_plans(model: Model, tmp_path: Path, plan: BucketPlan) -> None:
 @pytest.mark.parametrize("kind", ["float32", "affine", "float16", "bfloat16"])
 def test_a_wide_plan(tmp_path: Path, kind: str) -> None:
     plan = BucketPlan(batch=(1, 2, 5), tokens=(1, 3, 16, 64), capacity=(64, 300))
-    rows = verify(export(make_model(kind), tmp_path / "out", plan))
+    bundle = export(make_model(kind), tmp_path / "out", plan)
+    rows = verify(bundle)
     assert all(row.passed for row in rows)
-    # By function: three prefills per T, two decodes; T of 3 and 16 verify; what has no capacity.
-    checks = {"prefills": 3 * 4 * 3, "decodes": 3 + 4, "verifies": 2 * (4 + 5)}
-    assert len(rows) == 1 + 3 * (2 * sum(checks.values()) + 4 + 3)
+    # By function: three prefills per T, four for 64; two decodes; T of 3 and 16 verify; growing;
+    # what has no capacity.
+    checks = {"prefills": (3 * 4 + 1) * 3, "decodes": 3 + 4, "verifies": 2 * (4 + 5)}
+    recorded = 3 * (2 * sum(checks.values()) + 1 + 4 + 3)
+    assert len(rows) == 1 + recorded + count_invariances(plan, bundle.cache_spec)
 
 
 def test_large_weights_are_split(

@@ -326,7 +326,9 @@ def test_no_text_overflows(plan: BucketPlan, longest: int) -> None:
         assert [(call.function, call.tokens) for call in script] == [
             *(("prefill", tokens) for tokens in plan.tokens),
             ("decode_greedy", 1),
+            *(("prefill_first", tokens) for tokens in plan.tokens if tokens >= 32),
         ]
+        assert all(call.fresh for call in script if call.function == "prefill_first")
         assert script[0].fresh
         for changed in (script, *(replace_rows(script, turn, 96) for turn in (0, 1))):
             lengths = [0] * batch
@@ -353,12 +355,14 @@ def test_neighbours_get_other_texts_or_none_and_every_row_has_a_turn() -> None:
     assert kinds == {True, False}
 
 
+@pytest.mark.parametrize("name", ["prefill", "prefill_first"])
 @pytest.mark.parametrize(
     ("count", "least"), [(1, 1), (2, 1), (8, 1), (1, 4), (2, 4), (3, 4), (5, 4), (32, 4)]
 )
-def test_pieces_are_the_text(count: int, least: int) -> None:
+def test_pieces_are_the_text(count: int, least: int, name: str) -> None:
     rows = (tuple(range(count)), tuple(range(max(1, count - 2))))
-    pieces = cut(Call("prefill", 64, True, rows), least)
+    pieces = cut(Call(name, 64, True, rows), least)
+    assert {piece.function for piece in pieces} == {"prefill" if count > 1 else name}
     for row, text in enumerate(rows):
         assert sum((piece.rows[row] for piece in pieces), ()) == text
     assert [piece.fresh for piece in pieces] == [True, *[False] * (len(pieces) - 1)]

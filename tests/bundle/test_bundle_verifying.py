@@ -15,7 +15,7 @@ from funcrt.bundle.golden.replay import observe_growth, observe_params, places
 from funcrt.bundle.proof import verifier
 from funcrt.flat import FlatFunction
 from funcrt.model import Model
-from funcrt.steps import STEPS
+from funcrt.steps import FIRST, STEPS
 from funcrt.storage import load_arrays, save_arrays
 from tests.bundle.conftest import Edit, Exports, edit_target
 from tests.helpers import TOLERANCE, run_plain
@@ -185,7 +185,10 @@ def test_the_layout_calls_every_function_and_never_overflows(sizes: Any) -> None
                 assert all(map(any, call.valid))
                 assert not case.calls[number + 1].fresh
             called.append((call.function, case.batch, call.tokens, case.capacity * step.has_state))
-            if call.fresh:
+            if call.function == FIRST:
+                assert any(lengths)  # and there is another text in its rows, which does not matter
+                assert not call.fresh
+            if call.fresh or call.function == FIRST:
                 lengths = [0] * case.batch
             after = lengths
             if step.has_state and not step.grows:

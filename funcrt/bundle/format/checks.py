@@ -223,16 +223,18 @@ def _check_functions(manifest: Manifest, device: str, target: Target) -> None:
             f"{MANIFEST}: the plan of {device} has more shapes than there are functions: "
             "export the bundle again"
         )
+    names = {name for name, _ in functions}
     steps = list(describe_steps(device, manifest.vocab_size, target.dtype, plan))
     for expected in steps:
         assert expected.bucket is not None
         found = functions.get((expected.name, expected.bucket))
-        if found is None:
+        if found is not None:
+            _check_entry(found, expected)
+        elif expected.name in names or not STEPS[expected.name].optional:
             raise BundleError(
                 f"{MANIFEST}: {expected.key} is missing for {device}: export the bundle again"
             )
-        _check_entry(found, expected)
-    if len(functions) > len(steps):
+    if functions.keys() - {(step.name, step.bucket) for step in steps}:
         raise BundleError(f"{MANIFEST}: functions of {device} are not of its plan")
 
 

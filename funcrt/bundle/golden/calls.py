@@ -2,8 +2,9 @@
 
 Each batch and capacity gets every function once, in one chain that threads its cache state. Where
 the cache would overflow, the chain begins again, with a short `prefill` more: a function that finds
-an empty cache could as well not read it. Rows are padded left, right, in holes or not at all, in
-turns; with more than one row, the last is idle in every other call.
+an empty cache could as well not read it. `prefill_first` must not read it, and finds other texts
+there. Rows are padded left, right, in holes or not at all, in turns; with more than one row, the
+last is idle in every other call.
 
 How many guesses are accepted depends on the model, so calls that verify guesses are undone: the
 next call goes on from the state before them. Right guesses are filled in by the reference.
@@ -17,7 +18,7 @@ from typing import NamedTuple
 
 from funcrt.buckets import BucketPlan
 from funcrt.bundle.format.manifest import GROW
-from funcrt.steps import STEPS
+from funcrt.steps import FIRST, STEPS
 
 LIKELIEST = -1
 """Stands for the token that the reference finds most likely after those before it."""
@@ -100,13 +101,15 @@ def _make_case(
         # Both functions that verify guesses judge the same ones, which are computed only once.
         turn = plan.tokens.index(tokens) if function in VERIFYING else number
         valid = _patterns(turn, tokens, batch, room)
+        if function == FIRST:
+            rows = _make_rows(batch)  # but the state goes on
         if any(len(row.steps) + sum(real) > room for row, real in zip(rows, valid, strict=True)):
             rows = _make_rows(batch)
             if room > 1:
                 valid = _patterns(turn, tokens, batch, room - 1)
                 left = room - max(map(sum, valid))
                 case.calls.append(_make_start(rows, plan.tokens[0], left, vocab_size))
-        fresh = not any(row.steps for row in rows)
+        fresh = function != FIRST and not any(row.steps for row in rows)
         if function in VERIFYING:
             call = _make_guesses(function, tokens, fresh, rows, valid, vocab_size)
         else:
@@ -139,11 +142,12 @@ def _order(plan: BucketPlan) -> list[tuple[str, int]]:
         for tokens in plan.tokens[::-1]
     ]
     calls.remove(("prefill", plan.tokens[0]))
+    firsts = [(FIRST, tokens) for tokens in STEPS[FIRST].choose_sizes(plan.tokens)]
     guesses = [
         (name, tokens) for tokens in STEPS["verify"].choose_sizes(plan.tokens) for name in VERIFYING
     ]
     first = ("prefill", plan.tokens[0])
-    return [first, *guesses, *calls, ("decode_greedy", 1), ("decode", 1)]
+    return [first, *guesses, *firsts, *calls, ("decode_greedy", 1), ("decode", 1)]
 
 
 def _patterns(number: int, tokens: int, batch: int, most: int) -> list[list[bool]]:

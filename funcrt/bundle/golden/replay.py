@@ -13,6 +13,7 @@ from funcrt.cache.layout import slot_axis
 from funcrt.compiled import Compiled
 from funcrt.low_rank import take_last
 from funcrt.sampling import Sampled
+from funcrt.steps import FIRST, STEPS
 
 import mlx.core as mx
 
@@ -27,6 +28,7 @@ _SETTINGS = (*sampling.SETTING_NAMES, *_SPARSE)
 STORED_INPUTS: dict[str, tuple[str, ...]] = {
     "forward": ("tokens", "valid", "hidden"),
     "prefill": ("tokens", "valid"),
+    FIRST: ("tokens", "valid"),
     "prefill_block": ("tokens", "valid"),
     "decode_greedy": ("token", "active"),
     "decode": ("token", "active", *_SETTINGS),
@@ -137,7 +139,7 @@ def run_call(
 ) -> tuple[dict[str, mx.array], CacheState]:
     """One call from its inputs: outputs before the state by name, and the state after it."""
     chosen: Sampled
-    if function in ("forward", "prefill", "prefill_block"):
+    if STEPS[function].outputs == ("logits",):
         logits, state = _run_prefill(compiled, function, inputs, state)
         return {"logits": logits}, state
     if function == "top":
@@ -167,6 +169,8 @@ def _run_prefill(
         return compiled.forward(tokens, mask, state)
     if function == "prefill":
         return compiled.prefill(tokens, valid, state)
+    if function == FIRST:
+        return compiled.prefill_first(tokens, valid, state)
     step = mx.arange(valid.shape[1])
     block = (step <= step[:, None]) & valid[:, None, :] & valid[..., None]
     return compiled.prefill_block(tokens, block, state)

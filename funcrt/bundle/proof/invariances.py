@@ -1,5 +1,7 @@
 """What must not change a row's results, checked in every bucket of `prefill` and `decode_greedy`.
 
+So are those of `prefill_first`, whose text in pieces is one of `prefill`.
+
 | check | what changes | measured | allowed |
 |---|---|---|---|
 | `neighbours` | other rows hold other texts, or none | what differs | 0 |
@@ -16,7 +18,7 @@ where the lengths differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from random import Random
 from typing import Any
 
@@ -30,12 +32,14 @@ from funcrt.bundle.proof.scripts import (
     cut,
     elsewhere,
     insert_idle,
+    list_functions,
     make_script,
     replace_rows,
     run,
 )
 from funcrt.cache import CacheSpec
 from funcrt.compiled import Compiled
+from funcrt.steps import STEPS
 
 import mlx.core as mx
 
@@ -65,11 +69,11 @@ def check_invariances(
             first = first or bucket.base
 
 
-def count_invariances(plan: BucketPlan, spec: CacheSpec) -> int:
-    """How many checks `check_invariances` makes."""
+def count_invariances(plan: BucketPlan, spec: CacheSpec, present: Container[str] = STEPS) -> int:
+    """How many checks `check_invariances` makes of functions of which so many are `present`."""
     capacities = len(choose_capacities(plan, spec))
     groups = sum(capacities * (5 if batch > 1 else 4) for batch in plan.batch)
-    return (groups - 1) * (len(plan.tokens) + 1)
+    return (groups - 1) * len(list_functions(plan, present))
 
 
 class _Bucket:

@@ -1,14 +1,15 @@
 """Short texts fed to the functions of one batch and capacity, and what came out of every call.
 
 A script calls `prefill` with each declared T, the smallest first, and then `decode_greedy`; the
-state is passed on, so that all but the first call find a cache that is not empty. Its texts are the
+state is passed on, so that all but the first call find a cache that is not empty. Calls of
+`prefill_first`, which is nothing to pass a state to, come last. Its texts are the
 same in every batch and capacity. Only functions that a plan has are called, so nothing compiles
 that would not be used anyway, and states are remembered by their hashes, so that there is only one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from random import Random
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from funcrt.cache.layout import slot_axis
 from funcrt.compiled import Compiled
 from funcrt.low_rank import take_last
 from funcrt.params import array_bytes, hash_bytes
+from funcrt.steps import FIRST, STEPS
 
 import mlx.core as mx
 
@@ -34,7 +36,7 @@ class Call(NamedTuple):
     """One call of a function.
 
     Attributes:
-        function: `prefill` or `decode_greedy`.
+        function: `prefill`, `decode_greedy` or `prefill_first`.
         tokens: T.
         fresh: it begins from an empty state.
         rows: the real tokens of each row; a row without any is idle.
@@ -80,11 +82,12 @@ def make_script(compiled: Compiled, batch: int, longest: int) -> list[Call]:
     if _has_slots(compiled.cache_spec):
         room = min(room, plan.capacity[0] - 1)
     texts = [Random(row) for row in range(batch)]
+    functions = list_functions(plan, compiled.present)
     script: list[Call] = []
     left = 0
-    for number, tokens in enumerate([*plan.tokens, 1]):
-        later = len(plan.tokens) - number
-        fresh = left < 1
+    for number, (function, tokens) in enumerate(functions):
+        later = max(0, len(plan.tokens) - number)
+        fresh = left < 1 or function == FIRST
         left = room if fresh else left
         # Some padding, and a token left for each of the other calls where there is room for it.
         count = max(1, min(tokens * 3 // 4, _PIECES * plan.tokens[0], left - later))
@@ -93,8 +96,15 @@ def make_script(compiled: Compiled, batch: int, longest: int) -> list[Call]:
             _draw(text, max(1, count - row % 3), compiled.vocab_size)
             for row, text in enumerate(texts)
         )
-        script.append(Call(PREFILL if later else DECODE, tokens, fresh, rows))
+        script.append(Call(function, tokens, fresh, rows))
     return script
+
+
+def list_functions(plan: BucketPlan, present: Container[str]) -> list[tuple[str, int]]:
+    """Name and T of what a script calls, of the functions that there are."""
+    firsts = STEPS[FIRST].choose_sizes(plan.tokens) if FIRST in present else ()
+    first = [(FIRST, tokens) for tokens in firsts]
+    return [*((PREFILL, tokens) for tokens in plan.tokens), (DECODE, 1), *first]
 
 
 def _draw(random: Random, count: int, vocab: int) -> Text:
@@ -133,7 +143,7 @@ def insert_idle(script: Iterable[Call]) -> Iterator[Call]:
 def cut(call: Call, least: int) -> list[Call]:
     """The same text in pieces of at most `least` tokens, fed to the function of that T."""
     longest = max(map(len, call.rows))
-    if call.function != PREFILL or longest < 2:
+    if call.function == DECODE or longest < 2:
         return [call]
     size = min(least, -(-longest // 2))
     pieces = [
@@ -206,6 +216,8 @@ def run(
         ids, valid = _lay_out(call, number, arrange, filler)
         if call.function == PREFILL:
             logits, state = compiled.prefill(ids, valid, state)
+        elif call.function == FIRST:
+            logits, state = compiled.prefill_first(ids, valid, state)
         else:
             chosen, state = compiled.decode_greedy(ids[:, 0], valid[:, 0], state)
             assert chosen.logits is not None

@@ -122,7 +122,8 @@ def _is_as_exported(bundle: Bundle) -> bool:
 def _certify(bundle: Bundle, progress: Progress | None) -> Certificate:
     begin = time.perf_counter()
     golden = bundle.target.golden
-    total = 1 + len(list(places(golden))) + count_invariances(bundle.plan, bundle.cache_spec)
+    invariances = count_invariances(bundle.plan, bundle.cache_spec, bundle.functions.present)
+    total = 1 + len(list(places(golden))) + invariances
     checks: list[Check] = []
     try:
         check_files(bundle.folder, bundle.manifest, bundle.digest, full=True)
