@@ -82,8 +82,10 @@ def run_case(
 
 def start(name: str, kind: str, *arguments: str) -> tuple[float, dict[str, Any]]:
     """Start a process; seconds until it said its first line, and what it said there."""
-    command = [sys.executable, "-m", "benchmarks.cold", "--child", kind, *arguments]
-    if kind == "cpp":
+    command = [sys.executable, "-m", "benchmarks.first_token", kind, *arguments]
+    if kind == "make":
+        command = [sys.executable, "-m", "benchmarks.cold", "--make", *arguments]
+    elif kind == "cpp":
         command = [str(CPP_HOST), arguments[0], "--prompt-ids", arguments[1], "--max-tokens", "1"]
     environment = {**os.environ, "MLX_PTX_CACHE_DIR": str(kernel_folder(f"cold-{name}"))}
     if kind == "mlx-lm":
@@ -99,9 +101,6 @@ def start(name: str, kind: str, *arguments: str) -> tuple[float, dict[str, Any]]
     if process.returncode or not line:
         raise RuntimeError(f"{name} ended with exit code {process.returncode}")
     return seconds, {} if kind == "cpp" else json.loads(line)
-
-
-# --- what the processes do -----------------------------------------------------------------------
 
 
 def make(source: str, scratch: str) -> dict[str, Any]:
@@ -136,53 +135,6 @@ def make(source: str, scratch: str) -> dict[str, Any]:
     }
 
 
-def first_of_bundle(folder: str, prompt: str) -> Times:
-    """Import, load a bundle, and take the first token."""
-    begin = time.perf_counter()
-    import funcrt
-
-    imported = time.perf_counter()
-    engine = funcrt.Engine(funcrt.load_bundle(folder))
-    loaded = time.perf_counter()
-    next(engine.stream([[int(token) for token in prompt.split(",")]], max_tokens=1))
-    return _times(begin, imported, loaded)
-
-
-def first_of_mlx_lm(folder: str, prompt: str, same_blas: bool = False) -> Times:
-    """The same with mlx-lm, without a tokenizer on either side."""
-    begin = time.perf_counter()
-    if same_blas:
-        from funcrt import blas
-
-        blas.load()
-    import mlx.core as mx
-    from mlx_lm.generate import generate_step
-    from mlx_lm.utils import load_model
-
-    imported = time.perf_counter()
-    model, _ = load_model(Path(folder))
-    loaded = time.perf_counter()
-    ids = mx.array([int(token) for token in prompt.split(",")])
-    next(iter(generate_step(ids, model, max_tokens=1)))
-    return _times(begin, imported, loaded)
-
-
-def _times(begin: float, imported: float, loaded: float) -> Times:
-    return {
-        "import_s": imported - begin,
-        "load_s": loaded - imported,
-        "compute_s": time.perf_counter() - loaded,
-    }
-
-
-CHILDREN: Mapping[str, Callable[..., dict[str, Any]]] = {
-    "make": make,
-    "bundle": first_of_bundle,
-    "mlx-lm": first_of_mlx_lm,
-    "mlx-lm-same-blas": lambda folder, prompt: first_of_mlx_lm(folder, prompt, same_blas=True),
-}
-
-
 def show(result: Mapping[str, Any]) -> None:
     """Print the table."""
     from funcrt.cli import terminal
@@ -203,11 +155,10 @@ def show(result: Mapping[str, Any]) -> None:
 def main() -> None:
     """Run, print, and keep the result."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--make", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.child:
-        kind, *arguments = options.child
-        print(json.dumps(CHILDREN[kind](*arguments)), flush=True)
+    if options.make:
+        print(json.dumps(make(*options.make)), flush=True)
         return
     result = {"model": "SmolLM2-135M", **run_case("smollm2", 49152, ROUNDS)}
     result = {**describe_run("benchmarks.cold"), **result}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import resource
 import sys
 from pathlib import Path
@@ -29,6 +28,8 @@ def is_on_gpu() -> bool:
 
 def device_name() -> str:
     """What MLX calls the default device, such as "NVIDIA H200", or the name of the processor."""
+    import platform  # slow to import, and seldom needed
+
     name = mx.device_info(mx.default_device()).get("device_name")
     return str(name or platform.processor() or platform.machine())
 

@@ -189,7 +189,7 @@ class Model(CallForm):
     def prepared(self) -> Params:
         """`prepare(self.params)`, done once."""
         ready = self.prepare(self.params)
-        weights.evaluate_singly(ready.values())
+        weights.evaluate_in_turn(ready.values())
         return ready
 
     def with_params(

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import deque
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from funcrt import low_rank
@@ -30,7 +30,7 @@ import mlx.core as mx
 __all__ = [
     "FLOATS", "Fusions", "ParamSpec", "Params", "Preparation", "Quantization", "Transposed",
     "array_bytes", "cast", "check_params", "choose_dtype", "choose_preparation", "dequantize",
-    "dtype_name", "evaluate_singly", "fingerprint", "hash_bytes", "packings", "prepare",
+    "dtype_name", "evaluate_in_turn", "fingerprint", "hash_bytes", "packings", "prepare",
     "quantization_of",
 ]  # fmt: skip
 
@@ -41,6 +41,7 @@ Fusions = dict[str, tuple[str, ...]]
 FLOATS = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 _NOWHERE = Places()
 _EASILY = 0.3
+_BYTES_AHEAD = 16_000_000
 _STACKED = (*PARTS, "bias")
 # Never cast: what is added to scores of which small differences decide.
 _EXACT = (".e_score_correction_bias",)
@@ -174,10 +175,21 @@ def _fuse(params: Params, fused: str, members: tuple[str, ...]) -> None:
         )
 
 
-def evaluate_singly(arrays: Iterable[mx.array]) -> None:
-    """Evaluate prepared weights one by one, so that only one's intermediates exist at a time."""
+def evaluate_in_turn(arrays: Iterable[mx.array]) -> None:
+    """Evaluate prepared weights in their order, beginning few of them before those ahead are done.
+
+    So some are read while others are made, and the intermediates of few exist at a time.
+    """
+    begun: deque[mx.array] = deque()
+    size = 0
     for array in arrays:
-        mx.eval(array)
+        mx.async_eval(array)  # type: ignore[no-untyped-call]
+        begun.append(array)
+        size += array.nbytes
+        while size > _BYTES_AHEAD and len(begun) > 1:
+            size -= begun[0].nbytes
+            mx.eval(begun.popleft())
+    mx.eval(*begun)
 
 
 def fingerprint(params: Mapping[str, mx.array], config: Mapping[str, object]) -> str:
@@ -188,6 +200,8 @@ def fingerprint(params: Mapping[str, mx.array], config: Mapping[str, object]) ->
     """
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     names = sorted(params)
+    from concurrent.futures import ThreadPoolExecutor  # loading a bundle does without it
+
     with ThreadPoolExecutor() as pool:  # hashing releases the interpreter lock; MLX stays here
         hashes = list(pool.map(hash_bytes, [array_bytes(params[name]) for name in names]))
     for name, value in zip(names, hashes, strict=True):

@@ -19,11 +19,9 @@ import ctypes
 import hashlib
 import json
 import os
-import platform
 import shlex
 import shutil
 import stat
-import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -69,7 +67,7 @@ def load_shim(targets: Mapping[str, int]) -> Path:
     for make_folder in (_cache_folder, _temporary_folder):
         try:
             with make_folder() as folder:
-                file = folder / f"shim-{platform.machine()}-{digest}.so"
+                file = folder / f"shim-{_machine()}-{digest}.so"
                 _open(file, source, targets)
                 return file
         except ShimError:
@@ -85,7 +83,7 @@ def make_source(names: list[str]) -> str:
     Raises:
         ShimError: unknown machine.
     """
-    machine = platform.machine()
+    machine = _machine()
     if machine not in _JUMPS:
         known = ", ".join(_JUMPS)
         raise ShimError(f"no BLAS shim for machine {machine!r}, only for {known}")
@@ -117,6 +115,8 @@ def _open(file: Path, source: str, targets: Mapping[str, int]) -> None:
 
 def _compile(source: str, file: Path) -> None:
     """Compile into `file` by way of a rename, so that another process never sees half of it."""
+    import subprocess  # once on a machine
+
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=".build-") as build:
         code, library = Path(build, "shim.c"), Path(build, "shim.so")
         code.write_text(source)
@@ -178,3 +178,7 @@ def _is_private(path: Path) -> bool:
         return False
     kind_ok = stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)
     return kind_ok and status.st_uid == os.geteuid() and not status.st_mode & 0o022
+
+
+def _machine() -> str:
+    return os.uname().machine  # as `platform.machine` says, which is slow to import

@@ -23,13 +23,13 @@ from funcrt.cache import (
     place_causal,
     state_size,
 )
-from funcrt.config import ModelConfig
 from funcrt.params import FLOATS, Params
 from funcrt.sampling import Sampled
 
 import mlx.core as mx
 
 if TYPE_CHECKING:
+    from funcrt.config import ModelConfig
     from funcrt.models.family import Family
 
 StepFunction = Callable[..., tuple[Any, ...]]

@@ -15,7 +15,7 @@ def user_cache() -> Path:
     return (base if base.is_absolute() else Path("~/.cache").expanduser()) / "funcrt"
 
 
-def write_atomically(path: Path, text: str) -> bool:
+def write_atomically(path: Path, content: str | bytes) -> bool:
     """Write a file that readers see complete or as it was; False where it cannot be written.
 
     Folders are made within the user's cache only: a bundle's that was removed stays away.
@@ -24,7 +24,7 @@ def write_atomically(path: Path, text: str) -> bool:
     try:
         if path.is_relative_to(user_cache()):
             path.parent.mkdir(parents=True, exist_ok=True)
-        fresh.write_text(text, "utf-8")
+        fresh.write_bytes(content if isinstance(content, bytes) else content.encode())
         fresh.replace(path)
     except OSError:
         with contextlib.suppress(OSError):

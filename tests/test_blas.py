@@ -312,7 +312,7 @@ def test_no_compiler_is_said(tmp_path: Path) -> None:
 
 
 def test_an_unknown_machine_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    monkeypatch.setattr(shim, "_machine", lambda: "riscv64")
     with pytest.raises(shim.ShimError, match="no BLAS shim for machine 'riscv64'"):
         shim.make_source(["cblas_sgemm", *shim.EXTRA])
 

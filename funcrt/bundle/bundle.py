@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from funcrt import cache, low_rank, streams
 from funcrt.buckets import Bucket, BucketPlan
@@ -20,11 +20,13 @@ from funcrt.calling import CallForm
 from funcrt.compiled import Compiled
 from funcrt.errors import BundleError, CapacityError, InputError
 from funcrt.flat import FlatFunction
-from funcrt.params import Params, evaluate_singly, fingerprint
-from funcrt.text import Tokenizer
+from funcrt.params import Params, evaluate_in_turn, fingerprint
 from funcrt.tracing import read
 
 import mlx.core as mx
+
+if TYPE_CHECKING:
+    from funcrt.text import Tokenizer
 
 
 class Bundle(CallForm):
@@ -93,7 +95,7 @@ class Bundle(CallForm):
             ):
                 raise BundleError(f"{self.folder}: {entry.file} returns other weights than listed")
             self._stored = {}  # not held beside what is made of them
-            evaluate_singly(made)
+            evaluate_in_turn(made)
         return made
 
     @property

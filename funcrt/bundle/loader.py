@@ -6,7 +6,7 @@ Neither the models' code nor converters are imported here, unless `refresh` has 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from funcrt.bundle.bundle import Bundle
 from funcrt.bundle.format import checks, files
@@ -15,7 +15,9 @@ from funcrt.bundle.graphs import device_class, mlx_version
 from funcrt.bundle.refreshed import check_expected
 from funcrt.bundle.weights import Weights, load_stored, read_weights
 from funcrt.errors import BundleError, InputError, TextError
-from funcrt.text import Tokenizer
+
+if TYPE_CHECKING:
+    from funcrt.text import Tokenizer
 
 _ATTEMPTS = 20
 
@@ -110,8 +112,9 @@ def _open(folder: Path, params: Weights | None, expected: str | None, refreshed:
     device = device_class()
     target = _find_target(folder, manifest, device)
     checks.check_digest(folder, digest)
-    files.check_files(folder, manifest, digest, full=False)
     entries = [target.prepare_function(), *target.step_functions().values()]
+    graph_files = {entry.file for entry in entries}
+    files.check_files(folder, manifest, digest, full=False, read_later=graph_files)
     # Held in memory, so that a bundle that is replaced later still runs.
     graphs = {entry.key: files.read_file(folder, entry.file, manifest) for entry in entries}
     tokenizer = _tokenizer(folder, manifest)
@@ -149,6 +152,8 @@ def _find_target(folder: Path, manifest: Manifest, device: str) -> Target:
 def _tokenizer(folder: Path, manifest: Manifest) -> Tokenizer | None:
     if "tokenizer.json" not in manifest.files:
         return None
+    from funcrt.text import Tokenizer  # a model of ids only does not need it
+
     try:
         return Tokenizer.from_folder(folder)
     except TextError as error:

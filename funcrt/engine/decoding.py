@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -205,6 +204,8 @@ class Decoding:
                 guesses |= drafter.guess(texts)
             except Exception:
                 # Texts do without guesses as well, only slower.
+                import logging  # slow to import, and seldom needed
+
                 logging.getLogger(__name__).exception("guessing failed; these texts go on without")
                 drafter.reset()
                 for request in texts:

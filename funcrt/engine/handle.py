@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from functools import partial
@@ -96,6 +95,8 @@ class Handle:
         return self._wait().__await__()
 
     async def _wait(self) -> Completion:
+        import asyncio  # slow to import, and whoever comes here has it
+
         try:
             await self._until(self.done)
         except asyncio.CancelledError:
@@ -114,6 +115,8 @@ class Handle:
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         """Wait in this event loop; the condition is looked at whenever something changed."""
+        import asyncio
+
         loop = asyncio.get_running_loop()
         changed = asyncio.Event()
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from funcrt import settings
 from funcrt.buckets import BucketPlan
 from funcrt.calling import CallForm
 from funcrt.errors import InputError, TextError
-from funcrt.text import TextStream
 
 import mlx.core as mx
+
+if TYPE_CHECKING:
+    from funcrt.text import TextStream
 
 Prompt = str | Sequence[int]
 Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]

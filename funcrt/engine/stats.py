@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -209,6 +208,8 @@ class Meter:
             try:
                 self._on_step(report)
             except BaseException:
+                import logging  # slow to import, and seldom needed
+
                 logging.getLogger(__name__).exception("on_step raised; it is not called again")
                 self._on_step = None
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from funcrt.cache import CacheLayout, CacheSpec, attention_entries
 from funcrt.config.rope import RopeConfig
 from funcrt.layers.basic import Linear, Stacked
+from funcrt.layers.fusing import added, normed, plain_weight
 from funcrt.layers.part import Part, Run
+from funcrt.ops import heads as one_kernel
 from funcrt.ops.attention import join_heads, split_heads
 from funcrt.params import ParamSpec
 
@@ -48,14 +50,25 @@ class Attention(Part):
     sinks: str | None = None
 
     def __call__(self, run: Run, x: mx.array) -> mx.array:
-        return self.out(run, self.look(run, *self.project(run, x)))
+        return self.out(run, self.look(run, *self.split(run, self.qkv(run, x))))
 
-    def project(self, run: Run, x: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    def branch(self, run: Run, norm: Part, x: mx.array) -> mx.array:
+        if not run.fuses:  # which says, too, that this is no subclass
+            return super().branch(run, norm, x)
+        qkv = normed(run, norm, self.qkv, x)
+        return added(run, self.out, self.look(run, *self.split(run, qkv)), x)
+
+    def split(self, run: Run, qkv: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         """Queries `[B, H, T, D]`, keys and values `[B, K, T, D]`, normed and turned."""
         heads, kv = self.heads, self.kv_heads
-        qkv = split_heads(self.qkv(run, x), heads + 2 * kv)
+        plain = self.q_norm is None and self.k_norm is None
+        if run.fuses and plain and self.rope is not None:
+            waves = run.waves(self.rope, self.head_dim)
+            if waves is not None:
+                return one_kernel.split(qkv, heads, kv, waves, plain_weight(run, self.out))
+        qkv = split_heads(qkv, heads + 2 * kv)
         qk, v = mx.split(qkv, [heads + kv], axis=1)
-        if self.q_norm is None and self.k_norm is None:
+        if plain:
             q, k = mx.split(self.turn(run, qk), [heads], axis=1)  # one rotation for both
             return q, k, v
         return *self.norm_and_turn(run, qk[:, :heads], qk[:, heads:]), v

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from funcrt import ops
 from funcrt.layers.basic import Linear, Stacked
+from funcrt.layers.fusing import added, normed, normed_silu
 from funcrt.layers.part import Part, Run
 
 import mlx.core as mx
@@ -20,8 +21,17 @@ class GatedMLP(Part):
     act: str
 
     def __call__(self, run: Run, x: mx.array) -> mx.array:
-        gate, up = mx.split(self.gate_up(run, x), 2, axis=-1)
-        return self.down(run, ops.ACTIVATIONS[self.act](gate) * up)
+        return self.down(run, self._gate(self.gate_up(run, x)))
+
+    def branch(self, run: Run, norm: Part, x: mx.array) -> mx.array:
+        inner = normed_silu(run, norm, self.gate_up, x) if self.act == "silu" else None
+        if inner is None:
+            inner = self._gate(normed(run, norm, self.gate_up, x))
+        return added(run, self.down, inner, x)
+
+    def _gate(self, x: mx.array) -> mx.array:
+        gate, up = mx.split(x, 2, axis=-1)
+        return ops.ACTIVATIONS[self.act](gate) * up
 
 
 @dataclass(frozen=True)
@@ -34,6 +44,10 @@ class MLP(Part):
 
     def __call__(self, run: Run, x: mx.array) -> mx.array:
         return self.down(run, ops.ACTIVATIONS[self.act](self.up(run, x)))
+
+    def branch(self, run: Run, norm: Part, x: mx.array) -> mx.array:
+        inner = ops.ACTIVATIONS[self.act](normed(run, norm, self.up, x))
+        return added(run, self.down, inner, x)
 
 
 def gated_mlp(name: str, width: int, inner: int, act: str, bias: bool = False) -> GatedMLP:

@@ -22,6 +22,7 @@ from funcrt.cache import (
 )
 from funcrt.config.rope import RopeConfig
 from funcrt.low_rank import ROWS
+from funcrt.ops.heads import Waves, make_waves
 from funcrt.ops.rotary import Rotary, make_rotary
 from funcrt.params import Fusions, Params, ParamSpec
 
@@ -43,6 +44,7 @@ class Run:
         attend: attention over the cache; it holds the new state.
         by_row: rows choose among changes of matrices.
         flat: activations are `[B, E]`, of one token for each row, see `Network.hidden`.
+        fuses: parts may do several things at once, in kernels that do not differentiate.
     """
 
     def __init__(
@@ -56,12 +58,13 @@ class Run:
         self.by_row = ROWS in state
         self.params = low_rank.choose(params, state[ROWS]) if self.by_row else params
         self.dtype = dtype
-        self.flat = False
+        self.flat = self.fuses = False
         self.call: Placement = place(mask, state["lengths"], positions)
         if any(kind_of(name) == "recurrent" for name in state):
             check_recurrent(self.call)
         self.attend = Attend(self.call, state)
         self._rotaries: dict[tuple[RopeConfig, int], Rotary] = {}
+        self._waves: dict[tuple[RopeConfig, int], Waves | None] = {}
 
     def rotary(self, rope: RopeConfig, width: int) -> Rotary:
         """Rotary embedding of heads of this width; layers alike share one."""
@@ -73,6 +76,13 @@ class Run:
                 rope, width, call.offset, call.lengths, tokens, call.positions
             )
         return self._rotaries[key]
+
+    def waves(self, rope: RopeConfig, width: int) -> Waves | None:
+        """The same for `ops.heads`, if it is for this embedding."""
+        key = (rope, width)
+        if key not in self._waves:
+            self._waves[key] = make_waves(self.rotary(rope, width))
+        return self._waves[key]
 
     @property
     def positions(self) -> mx.array:
@@ -99,6 +109,10 @@ class Part:
     def __call__(self, run: Run, x: mx.array) -> mx.array:
         """What the part computes, `[B, T, ...]` -> `[B, T, ...]`."""
         raise NotImplementedError
+
+    def branch(self, run: Run, norm: Part, x: mx.array) -> mx.array:
+        """`x + self(norm(x))`, which some parts do with fewer nodes where `run.fuses`."""
+        return x + self(run, norm(run, x))
 
     def tensors(self) -> ParamSpec:
         """Name -> dense shape of the tensors that are this part's own."""

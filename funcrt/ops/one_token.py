@@ -12,10 +12,8 @@ slot; each such group of lanes goes through slots of its own, and keeps its own 
 from __future__ import annotations
 
 import math
-import struct
-from collections.abc import Callable, Sequence
-from functools import lru_cache
-from typing import Any
+
+from funcrt.ops import kernels
 
 import mlx.core as mx
 
@@ -23,14 +21,44 @@ _WIDTHS = (64, 128, 256)
 _MOST_HEADS = 8  # of a block: what they add up is in registers
 _WARPS = 8  # of a block: each thread may then have all the registers that there are
 _SHARED = 8192  # float32 values of shared memory
-_SHORTEST_SHARE = 4096  # slots: 20 us; a second kernel takes 5
-_BLOCKS = 132  # one for each multiprocessor of an H100 or H200
+# Turns of a block's loop: each waits 1.5 us for the memory, and a second kernel takes 5.
+_FEWEST_TURNS = 8
+_BLOCKS = 132  # of a row: one for each multiprocessor of an H100 or H200
 
+_UNPACK = {
+    mx.bfloat16: """
+  x[2 * i] = __uint_as_float(word << 16);
+  x[2 * i + 1] = __uint_as_float(word & 0xffff0000u);
+""",
+    mx.float16: """
+  asm("{ .reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }"
+      : "=f"(x[2 * i]), "=f"(x[2 * i + 1]) : "r"(word));
+""",
+}
+_POWER = """
+__device__ float power(float x) {  // 2 to the x: of `exp2f` without what it does for tiny results
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+"""
+_HEADER = """
+__device__ void unpack(uint4 v, float* x) {
+  const unsigned words[] = {v.x, v.y, v.z, v.w};
+  #pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const unsigned word = words[i];
+    UNPACK
+  }
+}
+"""
 _SOURCE = """
+extern "C" __global__ void NAME(const T* q, const T* keys, const T* values, const bool* mask,
+                                OUTPUTS, int capacity, int scaling) {
+  const float scale = __int_as_float(scaling);  // of scores, times log2(e)
   constexpr int LANES = D / 8;
   constexpr int TOGETHER = 32 / LANES;        // slots that a warp looks at together
   constexpr int STEP = WARPS * TOGETHER;      // ... and a block
-  constexpr int AHEAD = G > 4 ? 2 : 4;        // of each group of lanes, in flight
   constexpr unsigned ALL = 0xffffffffu;
   constexpr float NOTHING = -1e30f;
   __shared__ float sums[WARPS][G][D];
@@ -40,26 +68,26 @@ _SOURCE = """
   const int head = blockIdx.x, row = blockIdx.y, share = blockIdx.z;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int column = lane % LANES * 8, group = lane / LANES;
-  const int capacity = keys_shape[2];
   const int size = (capacity + SHARES - 1) / SHARES;
   const int begin = share * size, end = min(capacity, begin + size);
-  const float scale = __int_as_float(SCALE);  // of scores, times log2(e)
 
   float query[G][8], sum[G][8], best[G], total[G];
-  const T* q_at = q + row * q_strides[0] + (long long)head * G * q_strides[1];
+  const T* q_at = q + (row * gridDim.x + head) * G * D + column;
   for (int g = 0; g < G; ++g) {
     best[g] = NOTHING;
     total[g] = 0.0f;
+    unpack(*reinterpret_cast<const uint4*>(q_at + g * D), query[g]);
+    #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const T value = q_at[g * q_strides[1] + (column + i) * q_strides[3]];
-      query[g][i] = static_cast<float>(value) * scale;
+      query[g][i] *= scale;
       sum[g][i] = 0.0f;
     }
   }
   const int key_head = head / SPLIT;
-  const T* k_at = keys + row * keys_strides[0] + key_head * keys_strides[1] + column;
-  const T* v_at = values + row * values_strides[0] + key_head * values_strides[1] + column;
-  const bool* shown = mask + row * mask_strides[0];
+  const long long cached = (long long)(row * (gridDim.x / SPLIT) + key_head) * capacity * D;
+  const T* k_at = keys + cached + column;
+  const T* v_at = values + cached + column;
+  const bool* shown = mask + (long long)row * capacity;
 
   for (int base = begin + warp * TOGETHER + group; base - group < end; base += STEP * AHEAD) {
     bool shows[AHEAD];
@@ -67,7 +95,7 @@ _SOURCE = """
     #pragma unroll
     for (int a = 0; a < AHEAD; ++a) {
       const int slot = base + a * STEP;
-      shows[a] = slot < end && shown[slot * mask_strides[3]];
+      shows[a] = slot < end && shown[slot];
       any = any || shows[a];
     }
     if (!__any_sync(ALL, any)) continue;
@@ -77,41 +105,44 @@ _SOURCE = """
       k[a] = v[a] = make_uint4(0, 0, 0, 0);
       if (shows[a]) {
         const long long slot = base + a * STEP;
-        k[a] = *reinterpret_cast<const uint4*>(k_at + slot * keys_strides[2]);
-        v[a] = *reinterpret_cast<const uint4*>(v_at + slot * values_strides[2]);
+        k[a] = *reinterpret_cast<const uint4*>(k_at + slot * D);
+        v[a] = *reinterpret_cast<const uint4*>(v_at + slot * D);
       }
     }
     float score[AHEAD][G];
     #pragma unroll
     for (int a = 0; a < AHEAD; ++a) {
-      const T* x = reinterpret_cast<const T*>(&k[a]);
+      float x[8];
+      unpack(k[a], x);
       #pragma unroll
       for (int g = 0; g < G; ++g) {
         float dot = 0.0f;
         #pragma unroll
-        for (int i = 0; i < 8; ++i) dot += query[g][i] * static_cast<float>(x[i]);
+        for (int i = 0; i < 8; ++i) dot += query[g][i] * x[i];
         #pragma unroll
         for (int o = 1; o < LANES; o *= 2) dot += __shfl_xor_sync(ALL, dot, o);
         score[a][g] = shows[a] ? dot : NOTHING;
       }
     }
+    float x[AHEAD][8];
+    #pragma unroll
+    for (int a = 0; a < AHEAD; ++a) unpack(v[a], x[a]);
     #pragma unroll
     for (int g = 0; g < G; ++g) {
       float top = best[g];
       #pragma unroll
       for (int a = 0; a < AHEAD; ++a) top = fmaxf(top, score[a][g]);
-      const float old = exp2f(best[g] - top);
+      const float old = power(best[g] - top);
       best[g] = top;
       total[g] *= old;
       #pragma unroll
       for (int i = 0; i < 8; ++i) sum[g][i] *= old;
       #pragma unroll
       for (int a = 0; a < AHEAD; ++a) {
-        const T* x = reinterpret_cast<const T*>(&v[a]);
-        const float weight = shows[a] ? exp2f(score[a][g] - top) : 0.0f;
+        const float weight = shows[a] ? power(score[a][g] - top) : 0.0f;
         total[g] += weight;
         #pragma unroll
-        for (int i = 0; i < 8; ++i) sum[g][i] += weight * static_cast<float>(x[i]);
+        for (int i = 0; i < 8; ++i) sum[g][i] += weight * x[a][i];
       }
     }
   }
@@ -122,7 +153,7 @@ _SOURCE = """
     for (int o = LANES; o < 32; o *= 2) {
       const float other = __shfl_xor_sync(ALL, best[g], o);
       const float top = fmaxf(best[g], other);
-      const float mine = exp2f(best[g] - top), its = exp2f(other - top);
+      const float mine = power(best[g] - top), its = power(other - top);
       best[g] = top;
       total[g] = total[g] * mine + __shfl_xor_sync(ALL, total[g], o) * its;
       #pragma unroll
@@ -141,14 +172,15 @@ _SOURCE = """
     float top = NOTHING, value = 0.0f, all = 0.0f;
     for (int w = 0; w < WARPS; ++w) top = fmaxf(top, bests[w][g]);
     for (int w = 0; w < WARPS; ++w) {
-      const float its = exp2f(bests[w][g] - top);
+      const float its = power(bests[w][g] - top);
       value += sums[w][g][d] * its;
       all += totals[w][g] * its;
     }
     FINISH
   }
+}
 """
-_WHOLE = "out[(row * gridDim.x + head) * G * D + n] = static_cast<T>(value / all);"
+_WHOLE = "out[(row * gridDim.x + head) * G * D + n] = T(value / all);"
 _SHARE = """const int place = (row * gridDim.x + head) * SHARES + share;
     sums_of[(place * G + g) * D + d] = value;
     if (d == 0) {
@@ -156,18 +188,20 @@ _SHARE = """const int place = (row * gridDim.x + head) * SHARES + share;
       stats[(place * G + g) * 2 + 1] = all;
     }"""
 _JOIN = """
+extern "C" __global__ void NAME(const float* sums, const float* stats, T* out) {
   const int first = blockIdx.x * SHARES;
   for (int n = threadIdx.x; n < G * D; n += blockDim.x) {
     const int g = n / D;
     float top = -1e30f, value = 0.0f, all = 0.0f;
     for (int s = first; s < first + SHARES; ++s) top = fmaxf(top, stats[(s * G + g) * 2]);
     for (int s = first; s < first + SHARES; ++s) {
-      const float its = exp2f(stats[(s * G + g) * 2] - top);
+      const float its = power(stats[(s * G + g) * 2] - top);
       value += sums[s * G * D + n] * its;
       all += stats[(s * G + g) * 2 + 1] * its;
     }
-    out[blockIdx.x * G * D + n] = static_cast<T>(value / all);
+    out[blockIdx.x * G * D + n] = T(value / all);
   }
+}
 """
 
 
@@ -200,37 +234,35 @@ def attend(q: mx.array, keys: mx.array, values: mx.array, mask: mx.array, scale:
     groups, capacity = keys.shape[1:3]
     each = _choose_heads(heads // groups)
     blocks = heads // each
-    shares = max(1, min(_BLOCKS // (batch * blocks), capacity // _SHORTEST_SHARE))
-    threads = 32 * min(_WARPS, _SHARED // (each * width))
-    bits = struct.unpack("i", struct.pack("f", scale * math.log2(math.e)))[0]
-    template = [("T", q.dtype), ("D", width), ("G", each), ("SHARES", shares)]
-    look: dict[str, Any] = {
-        "inputs": [q, keys, values, mask],
-        "template": [
-            *template,
-            ("WARPS", threads // 32),
-            ("SCALE", bits),
-            ("SPLIT", blocks // groups),
-        ],
-        "grid": (blocks * threads, batch, shares),
-        "threadgroup": (threads, 1, 1),
-    }
-    whole: dict[str, Any] = {"output_shapes": [q.shape], "output_dtypes": [q.dtype]}
+    warps = min(_WARPS, _SHARED // (each * width))
+    threads, turns = 32 * warps, capacity // (warps * 256 // width * _ahead(each))
+    # Whatever the batch is: a row is bit for bit what it is alone.
+    shares = max(1, min(_BLOCKS // blocks, turns // _FEWEST_TURNS))
+    constants: dict[str, int | mx.Dtype]
+    constants = {"T": q.dtype, "D": width, "G": each, "SHARES": shares}
+    look = {
+        **constants, "WARPS": warps, "AHEAD": _ahead(each), "SPLIT": blocks // groups,
+    }  # fmt: skip
+    arrays, scalars = [q, keys, values, mask], [capacity, scale * math.log2(math.e)]
+    grid, out = (blocks, batch, shares), (q.shape, q.dtype)
+    header = _POWER + _HEADER.replace("UNPACK", _UNPACK[q.dtype])
     if shares == 1:
-        out: mx.array = _kernel("whole")(**look, **whole)[0]
-        return out
-    part = (batch, blocks, shares, each)
-    parts = _kernel("share")(
-        **look, output_shapes=[(*part, width), (*part, 2)], output_dtypes=[mx.float32, mx.float32]
+        source = header + _SOURCE.replace("OUTPUTS", "T* out").replace("FINISH", _WHOLE)
+        return kernels.run(
+            "attend", source, look, arrays, scalars, [out], blocks=grid, threads=threads
+        )[0]
+    source = header + _SOURCE.replace("OUTPUTS", "float* sums_of, float* stats").replace(
+        "FINISH", _SHARE
     )
-    joined: mx.array = _kernel("join")(
-        inputs=parts,
-        template=template,
-        grid=(batch * blocks * threads, 1, 1),
-        threadgroup=(threads, 1, 1),
-        **whole,
-    )[0]
-    return joined
+    part = (batch, blocks, shares, each)
+    parts = kernels.run(
+        "attend_share", source, look, arrays, scalars,
+        [((*part, width), mx.float32), ((*part, 2), mx.float32)], blocks=grid, threads=threads,
+    )  # fmt: skip
+    return kernels.run(
+        "attend_join", _POWER + _JOIN, constants, parts, [], [out],
+        blocks=(batch * blocks, 1, 1), threads=threads,
+    )[0]  # fmt: skip
 
 
 def _choose_heads(together: int) -> int:
@@ -241,23 +273,6 @@ def _choose_heads(together: int) -> int:
     return together if together % 2 else 2
 
 
-_SEEN = ("q", "keys", "values", "mask")
-_KERNELS: dict[str, tuple[Sequence[str], Sequence[str], str]] = {
-    "whole": (_SEEN, ("out",), _SOURCE.replace("FINISH", _WHOLE)),
-    "share": (_SEEN, ("sums_of", "stats"), _SOURCE.replace("FINISH", _SHARE)),
-    "join": (("sums", "stats"), ("out",), _JOIN),
-}
-
-
-@lru_cache
-def _kernel(name: str) -> Callable[..., Any]:
-    """MLX keeps what it compiled by source, also on disk."""
-    inputs, outputs, source = _KERNELS[name]
-    kernel: Callable[..., Any] = mx.fast.cuda_kernel(  # type: ignore[assignment]
-        name=f"funcrt_attend_{name}",
-        input_names=list(inputs),
-        output_names=list(outputs),
-        source=source,
-        ensure_row_contiguous=False,
-    )
-    return kernel
+def _ahead(each: int) -> int:
+    """Slots that a group of lanes has in flight; of many heads there are too few registers."""
+    return 2 if each > 4 else 4

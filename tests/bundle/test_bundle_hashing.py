@@ -9,6 +9,7 @@ from pathlib import Path
 
 from funcrt.bundle import load_bundle, verify
 from funcrt.bundle.format import files
+from funcrt.bundle.format.manifest import Manifest
 from funcrt.bundle.loader import open_bundle
 from funcrt.errors import BundleError
 from tests.bundle.test_bundle_fuzz import PARAMS
@@ -60,6 +61,25 @@ def test_weights_are_hashed_at_the_first_load(place: Path, hashed: list[str]) ->
     flip_last(place / PARAMS)
     with pytest.raises(BundleError, match=r"params.safetensors is damaged"):
         verify(place)
+
+
+def test_graphs_are_hashed_once(
+    place: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they are read, so that what MLX gets is what was hashed."""
+    read, real = [], files.read_file
+
+    def spy(folder: Path, name: str, manifest: Manifest) -> bytes:
+        read.append(name)
+        return real(folder, name, manifest)
+
+    monkeypatch.setattr(files, "read_file", spy)
+    bundle = load_bundle(place)
+    graphs = [entry.file for entry in bundle.target.functions]
+    assert sorted(read) == sorted(graphs)
+    assert sorted(hashed) == sorted(
+        Path(name).name for name in bundle.manifest.files if name not in graphs
+    )
 
 
 def test_weights_that_were_touched_are_hashed_again(place: Path, hashed: list[str]) -> None:

@@ -40,8 +40,9 @@ LONG, SHORT = random_tokens(11), random_tokens(5)
 # Two ragged rows: eager there, through the bundle here; and no module that a bundle makes needless.
 SCRIPT = """
 import json, sys
-from funcrt.bundle import load_bundle
+from funcrt import Engine, load_bundle
 bundle = load_bundle(sys.argv[1])
+Engine(bundle)
 import mlx.core as mx
 from funcrt import sampling
 long, short = json.loads(sys.argv[3])
@@ -103,6 +104,7 @@ def test_loading_imports_no_model_code_and_traces_once(exports: Exports, tmp_pat
     modules = set(said["modules"])
     assert not modules & {"transformers", "converters", "funcrt.models", "funcrt.model", "numpy"}
     assert not modules & {"funcrt.models.llama", "funcrt.bundle.exporter", "jinja2", "typer"}
+    assert not modules & {"asyncio", "concurrent.futures", "logging"}  # slow to import
     # Eleven tokens in chunks of eight; the rest is padded to four.
     assert said["traces"] == {
         "forward_b2_t8_s16": 1,

@@ -10,8 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import stat
-from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from funcrt.bundle.format.manifest import CERTIFICATE, DIGEST, MANIFEST, FileEntry, Manifest
@@ -20,6 +19,7 @@ from funcrt.user_cache import user_cache, write_atomically
 
 _CHUNK = 1 << 20
 _MOST_BYTES = 100_000_000
+_QUICKLY_HASHED = 8_000_000  # bytes, in less time than threads take to start
 _AGAIN = "copy the bundle again, or export it again"
 
 
@@ -35,17 +35,23 @@ def describe_files(
     names = [path.relative_to(folder).as_posix() for path in paths]
     found = [name for name in names if name not in (MANIFEST, DIGEST, CERTIFICATE)]
     fresh = [name for name in found if name not in known]
-    with ThreadPoolExecutor() as pool:  # hashing releases the interpreter lock
-        hashes = dict(zip(fresh, pool.map(hash_file, [folder / n for n in fresh]), strict=True))
+    sizes = {name: (folder / name).stat().st_size for name in fresh}
+    hashes = _hash_files(folder, sizes)
     return {
         name: known[name]
         if name in known
-        else FileEntry((folder / name).stat().st_size, hashes[name], hash_header(folder / name))
+        else FileEntry(sizes[name], hashes[name], hash_header(folder / name))
         for name in found
     }
 
 
-def check_files(folder: Path, manifest: Manifest, digest: str = "", full: bool = True) -> None:
+def check_files(
+    folder: Path,
+    manifest: Manifest,
+    digest: str = "",
+    full: bool = True,
+    read_later: Collection[str] = (),
+) -> None:
     """Raise BundleError unless the files are those that the manifest lists.
 
     Args:
@@ -54,6 +60,7 @@ def check_files(folder: Path, manifest: Manifest, digest: str = "", full: bool =
         digest: of the manifest.
         full: hash everything. Otherwise weights that were hashed before on this machine and have
             not been touched since are compared by size and header.
+        read_later: files that are not hashed here, since `read_file` will do it.
     """
     root = folder.resolve()
     for name in (MANIFEST, DIGEST, *manifest.files):
@@ -70,7 +77,8 @@ def check_files(folder: Path, manifest: Manifest, digest: str = "", full: bool =
     weights = manifest.params.files
     states = {name: _state_of(folder / name) for name in weights}  # before they are read
     seen = not full and _was_hashed(folder, states, digest)
-    _check_hashes(folder, manifest, {*manifest.files} - ({*weights} if seen else set()))
+    known = {*read_later, *(weights if seen else ())}
+    _check_hashes(folder, manifest, {*manifest.files} - known)
     if not seen:
         _remember_hashed(folder, states, digest)
         return
@@ -82,11 +90,20 @@ def check_files(folder: Path, manifest: Manifest, digest: str = "", full: bool =
 
 
 def _check_hashes(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    names = sorted(names)
-    with ThreadPoolExecutor() as pool:
-        hashes = pool.map(hash_file, [folder / name for name in names])
-        for name, digest in zip(names, hashes, strict=True):
-            check_hash(folder, name, digest, manifest)
+    sizes = {name: manifest.files[name].size for name in sorted(names)}
+    for name, digest in _hash_files(folder, sizes).items():
+        check_hash(folder, name, digest, manifest)
+
+
+def _hash_files(folder: Path, sizes: Mapping[str, int]) -> dict[str, str]:
+    """`hash_file` of each file whose size is given."""
+    paths = [folder / name for name in sizes]
+    if sum(sizes.values()) <= _QUICKLY_HASHED:
+        return dict(zip(sizes, map(hash_file, paths), strict=True))
+    from concurrent.futures import ThreadPoolExecutor  # most loads do without it
+
+    with ThreadPoolExecutor() as pool:  # hashing releases the interpreter lock
+        return dict(zip(sizes, pool.map(hash_file, paths), strict=True))
 
 
 def hash_file(path: Path) -> str:

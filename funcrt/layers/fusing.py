@@ -1,0 +1,64 @@
+"""What comes before and after a product, done with it where one kernel can."""
+
+from __future__ import annotations
+
+from funcrt.layers.basic import Linear, RMSNorm, Stacked
+from funcrt.layers.part import Part, Run
+from funcrt.low_rank import LORA_A
+from funcrt.ops import few_rows
+
+import mlx.core as mx
+
+_PLAIN = (Linear, Stacked)
+_BESIDE = (".scales", LORA_A)  # of matrices that are packed, or changed
+
+
+def normed(run: Run, norm: Part, part: Part, x: mx.array) -> mx.array:
+    """`part(norm(x))`, `[..., E]` -> `[..., O]`."""
+    out = _multiply(run, part, x, norm)
+    return part(run, norm(run, x)) if out is None else out
+
+
+def normed_silu(run: Run, norm: Part, part: Part, x: mx.array) -> mx.array | None:
+    """The first half of `normed` through SiLU, times the other; None if no kernel does it."""
+    return _multiply(run, part, x, norm, gated=True)
+
+
+def added(run: Run, part: Part, x: mx.array, to: mx.array) -> mx.array:
+    """`to + part(x)`."""
+    out = _multiply(run, part, x, residual=to)
+    return to + part(run, x) if out is None else out
+
+
+def plain_weight(run: Run, part: Part) -> mx.array | None:
+    """The matrix `[O, I]` of a part that multiplies with one, neither packed nor changed."""
+    if not isinstance(part, _PLAIN) or any(part.name + name in run.params for name in _BESIDE):
+        return None
+    return run.params.get(f"{part.name}.weight")  # what could not be stacked is not there
+
+
+def _multiply(
+    run: Run,
+    part: Part,
+    x: mx.array,
+    norm: Part | None = None,
+    *,
+    gated: bool = False,
+    residual: mx.array | None = None,
+) -> mx.array | None:
+    """In one kernel; None if there is none for such parts, weights or rows."""
+    weight = plain_weight(run, part)
+    if not run.fuses or weight is None or not few_rows.supports(x, weight, gated=gated):
+        return None
+    assert isinstance(part, _PLAIN)
+    bias = run.params.get(f"{part.name}.bias")
+    if gated and bias is not None:
+        return None
+    scales, eps = None, 0.0
+    if norm is not None:
+        if type(norm) is not RMSNorm or norm.offset:
+            return None
+        scales, eps = run.params[f"{norm.name}.weight"].astype(x.dtype), norm.eps
+    return few_rows.multiply(
+        x, weight, norm=scales, eps=eps, gated=gated, bias=bias, residual=residual
+    )

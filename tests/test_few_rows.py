@@ -1,0 +1,199 @@
+"""Products of few rows with what comes before and after; the kernels themselves only on CUDA."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+from funcrt import BucketPlan
+from funcrt.config.rope import RopeConfig
+from funcrt.layers import network
+from funcrt.machine import is_on_cuda
+from funcrt.model import Model
+from funcrt.ops import few_rows, heads
+from funcrt.ops.attention import split_heads
+from funcrt.ops.rotary import make_rotary
+from tests.helpers import TINY, make_params, relative_error
+
+import mlx.core as mx
+import pytest
+
+cuda_only = pytest.mark.skipif(not is_on_cuda(), reason="a CUDA kernel")
+LAYERS = TINY.num_layers
+
+
+def pure(x, weight, *, norm=None, eps=0.0, gated=False, bias=None, residual=None):
+    """What the kernel does, operation by operation, in float32."""
+    x = x.astype(mx.float32)
+    x = x if norm is None else mx.fast.rms_norm(x, norm.astype(mx.float32), eps)
+    y = x @ weight.astype(mx.float32).T
+    if gated:
+        gate, up = mx.split(y, 2, axis=-1)
+        y = gate * mx.sigmoid(gate) * up
+    y = y if bias is None else y + bias.astype(mx.float32)
+    return y if residual is None else y + residual.astype(mx.float32)
+
+
+def pure_split(qkv, count, kv_heads, waves, upcoming=None):
+    assert upcoming is None or upcoming.ndim == 2
+    qk, v = mx.split(split_heads(qkv, count + 2 * kv_heads), [count + kv_heads], axis=1)
+    cos, sin = (wave[:, None, None] for wave in (waves.cosines, waves.sines))
+    turning, rest = mx.split(qk, [2 * cos.shape[-1]], axis=-1)
+    low, high = mx.split(turning.astype(mx.float32), 2, axis=-1)
+    turned = mx.concatenate([low * cos - high * sin, low * sin + high * cos], axis=-1)
+    q, k = mx.split(mx.concatenate([turned.astype(qk.dtype), rest], axis=-1), [count], axis=1)
+    return q, k, v
+
+
+@pytest.fixture
+def calls(monkeypatch) -> Counter[str]:
+    """Parts fuse as on CUDA, with the pure forms in place of the kernels, which are counted."""
+    counted: Counter[str] = Counter()
+
+    def multiply(*arrays: mx.array, **more: Any) -> mx.array:
+        given = [name for name, value in more.items() if isinstance(value, mx.array) or value]
+        counted["+".join(given)] += 1
+        return pure(*arrays, **more)
+
+    def split(*arguments: Any) -> tuple[mx.array, ...]:
+        counted["split"] += 1
+        return pure_split(*arguments)
+
+    monkeypatch.setattr(network, "is_on_cuda", lambda: True)
+    monkeypatch.setattr(few_rows, "supports", lambda x, weight, gated=False: x.ndim == 2)
+    monkeypatch.setattr(few_rows, "multiply", multiply)
+    monkeypatch.setattr(heads, "split", split)
+    return counted
+
+
+def decode(model: Model) -> mx.array:
+    """Logits of some steps of two rows, one of which sits out a step."""
+    compiled = model.compiled(BucketPlan(batch=[2], tokens=[4], capacity=[16]), eager=True)
+    _, state = compiled.prefill(
+        mx.array([[1, 2, 3, 4], [5, 6, 0, 0]]), mx.array([[1] * 4, [1, 1, 0, 0]]),
+        compiled.init_cache(2, 16),
+    )  # fmt: skip
+    logits = []
+    for active in ([True, True], [True, False], [True, True]):
+        sampled, state = compiled.decode_greedy(mx.array([7, 8]), mx.array(active), state)
+        logits.append(sampled.logits[: sum(active)])
+    return mx.concatenate(logits)
+
+
+def test_fused_parts_give_what_plain_ones_do(calls, monkeypatch):
+    model = Model(TINY, make_params(TINY))
+    fused = decode(model)
+    times = calls["split"]
+    assert times >= 3 * LAYERS
+    assert calls == {
+        "norm+eps": times, "norm+eps+gated": times, "residual": 2 * times, "split": times,
+    }  # fmt: skip
+    monkeypatch.setattr(network, "is_on_cuda", lambda: False)
+    assert relative_error(fused, decode(model)) < 1e-5
+
+
+def test_biases_and_activations_are_not_lost(calls, monkeypatch):
+    config = replace(TINY, attention_bias=True, mlp_bias=True, hidden_act="gelu")
+    model = Model(config, make_params(config))
+    fused = decode(model)
+    times = calls["split"]
+    # Queries, keys and values, then gate and up; what attention and MLP give.
+    assert calls == {"norm+eps+bias": 2 * times, "bias+residual": 2 * times, "split": times}
+    monkeypatch.setattr(network, "is_on_cuda", lambda: False)
+    assert relative_error(fused, decode(model)) < 1e-5
+
+
+def test_packed_and_changed_matrices_are_left_alone(calls, monkeypatch):
+    params = make_params(TINY, "affine")
+    model = Model(TINY, params)
+    monkeypatch.setattr(Model, "prepared", params)
+    packed = decode(model)
+    assert set(calls) == {"split"}
+    monkeypatch.setattr(network, "is_on_cuda", lambda: False)
+    assert relative_error(packed, decode(model)) < 1e-5
+
+
+def test_the_contract_itself_stays_differentiable(calls):
+    model = Model(TINY, make_params(TINY))
+    state = model.init_cache(1, 8)
+    mask = mx.zeros((1, 1, 1, 8), mx.bool_)
+    mask[..., 0] = True
+    model.forward(model.prepared, mx.array([[3]]), mask, state)
+    assert not calls
+
+
+def test_what_the_kernel_is_for():
+    def fits(rows, outputs, inputs, dtype=mx.bfloat16, gated=False, shape=None):
+        x = mx.zeros(shape or (rows, inputs), dtype)
+        return few_rows.supports(x, mx.zeros((outputs, inputs), dtype), gated=gated)
+
+    assert fits(1, 3072, 2048)
+    assert fits(16, 960, 576)
+    assert fits(16, 3072, 576, gated=True)
+    assert not fits(17, 3072, 2048)
+    assert not fits(1, 48, 2048)
+    assert not fits(1, 96, 2048, gated=True)
+    assert not fits(1, 3072, 96)
+    assert not fits(1, 3072, 2048, mx.float16)
+    assert not fits(1, 3072, 2048, shape=(1, 1, 2048))
+    assert not fits(1, 3072, 2048, shape=(1, 1024))
+
+
+CASES = {
+    "plain": (), "norm": ("norm",), "gated": ("norm", "gated"), "residual": ("residual",),
+    "all": ("norm", "bias", "residual"),
+}  # fmt: skip
+
+
+@cuda_only
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("rows", [1, 3, 8, 9, 16])
+@pytest.mark.parametrize(
+    ("inputs", "outputs"), [(64, 64), (192, 128), (576, 1536), (2048, 3072), (8192, 2048)]
+)
+def test_products(inputs, outputs, rows, case):
+    """Near float32, and bit for bit what a row is alone."""
+    keys = [mx.random.key(seed) for seed in range(5)]
+
+    def draw(key: int, *shape: int, scale: float = 1.0) -> mx.array:
+        return (mx.random.normal(shape, key=keys[key]) * scale).astype(mx.bfloat16)
+
+    x, weight = draw(0, rows, inputs, scale=3.0), draw(1, outputs, inputs, scale=inputs**-0.5)
+    given = CASES[case]
+    more: dict[str, Any] = {"gated": "gated" in given}
+    if "norm" in given:
+        more |= {"norm": 1 + draw(2, inputs, scale=0.3), "eps": 1e-5}
+    if "bias" in given:
+        more["bias"] = draw(3, outputs)
+    residual = draw(4, rows, outputs) if "residual" in given else None
+    found = few_rows.multiply(x, weight, **more, residual=residual)
+    assert relative_error(found, pure(x, weight, **more, residual=residual)) < 8e-3
+    for _ in range(2):  # the second time CUDA graphs are updated
+        last = None if residual is None else residual[-1:]
+        alone = few_rows.multiply(x[-1:], weight, **more, residual=last)
+        assert mx.array_equal(alone, found[-1:])
+
+
+@cuda_only
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32])
+@pytest.mark.parametrize("rope", [
+    RopeConfig(theta=5e5), RopeConfig(theta=1e4, partial=0.5),
+    RopeConfig(theta=1e4, partial=0.5, interleaved=True),
+])  # fmt: skip
+@pytest.mark.parametrize("fetches", [False, True])
+def test_heads(dtype, rope, fetches):
+    """What MLX's own kernel makes of them, but for the last bit."""
+    offset = mx.array([0, 5, 3000], mx.int32)
+    rotary = make_rotary(rope, 64, offset, offset + 1, 1, None)
+    qkv = mx.random.normal((3, 12 * 64), key=mx.random.key(0)).astype(dtype)
+    upcoming = mx.zeros((256, 192), dtype) if fetches else None
+    waves = heads.make_waves(rotary)
+    assert waves is not None
+    found = heads.split(qkv, 8, 2, waves, upcoming)
+    qk, v = mx.split(split_heads(qkv, 12), [10], axis=1)
+    q, k = mx.split(rotary(qk), [8], axis=1)
+    ulp = {mx.bfloat16: 4e-3, mx.float16: 5e-4, mx.float32: 1e-6}[dtype]
+    for a, b in zip(found[:2], (q, k), strict=True):
+        assert relative_error(a, b) < ulp
+    assert mx.array_equal(found[2], v)
