@@ -214,7 +214,7 @@ def _expose(file: Path, library: ctypes.CDLL, prefix: str, kind: _Kind, needed: 
         The file that serves `cblas_sgemm` from now on: MKL's is behind the one that was opened.
     """
     if prefix or kind.name == "OpenBLAS":
-        names = [name for name in (*needed, "cblas_sgemv") if hasattr(library, prefix + name)]
+        names = [name for name in (*needed, *shim.EXTRA) if hasattr(library, prefix + name)]
         try:
             shim_file = shim.load_shim(
                 {name: _get_address(library, prefix + name) for name in names}

@@ -6,9 +6,11 @@ registers and stack as they are, so no signature needs to be known. The table, i
 against the prefixed library, keeps the compiled file independent of where that library lies, and
 keeps the library's own symbols out of the global scope: SciPy's bundled copy has the same names.
 
-*Products with one row.* OpenBLAS on x86-64 packs the whole matrix even for one row, which makes
-its `sgemm` two to eight times slower there than its own `sgemv`. One row is what decoding one
-sequence needs, so `cblas_sgemm` hands such products to `cblas_sgemv`.
+*Products with few rows* (`shim.c`). OpenBLAS on x86-64 packs the whole matrix of weights for every
+product, which takes as long as multiplying 40 rows, and eight times as long as one. Up to 128 rows
+are therefore multiplied as they are by weights `[n, k]`, n a multiple of 4 and k of 16, where the
+machine has AVX2 or AVX-512; each row is bit for bit what it is alone. Other products with one row
+go to `cblas_sgemv`, which packs nothing.
 """
 
 from __future__ import annotations
@@ -29,37 +31,15 @@ from funcrt.errors import FuncrtError
 from funcrt.user_cache import user_cache
 
 _TABLE = "funcrt_blas_table"
-_GEMM, _GEMV = "cblas_sgemm", "cblas_sgemv"
+CODE = Path(__file__).with_suffix(".c")
+# What that calls of the library, under these names in C.
+_CALLED = {"GEMM": "cblas_sgemm", "GEMV": "cblas_sgemv", "THREADS": "openblas_get_num_threads"}
+EXTRA = ("cblas_sgemv", "openblas_get_num_threads")  # of these, what MLX does not call itself
 _JUMPS = {
     "x86_64": "jmp *.Ltable+{offset}(%rip)",
     # x16 is the register that the ABI gives to such veneers
     "aarch64": "adrp x16, .Ltable+{offset}\n ldr x16, [x16, #:lo12:.Ltable+{offset}]\n br x16",
 }
-
-# 101: row-major, 111: as stored, 112: transposed. C[1,n] = A[1,k] op(B)[k,n] is y = op(B)^T x.
-# C is cleared first where beta is 0, because memory that nobody wrote may hold NaN.
-_ONE_ROW = """
-typedef const float *in;
-typedef void gemm(int, int, int, int, int, int, float, in, int, in, int, float, float *, int);
-typedef void gemv(int, int, int, int, float, in, int, in, int, float, float *, int);
-extern void *TABLE[];
-
-void cblas_sgemm(int order, int ta, int tb, int m, int n, int k, float alpha, in a, int lda,
-                 in b, int ldb, float beta, float *c, int ldc) {
-    if (order != 101 || m != 1 || n < 1 || k < 1 || (ta != 111 && ta != 112) ||
-        (tb != 111 && tb != 112)) {
-        ((gemm *)TABLE[GEMM])(order, ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
-        return;
-    }
-    if (beta == 0.0f)
-        for (int i = 0; i < n; i++) c[i] = 0.0f;
-    int step = ta == 111 ? 1 : lda;
-    if (tb == 111)
-        ((gemv *)TABLE[GEMV])(101, 112, k, n, alpha, b, ldb, a, step, beta, c, 1);
-    else
-        ((gemv *)TABLE[GEMV])(101, 111, n, k, alpha, b, ldb, a, step, beta, c, 1);
-}
-"""
 
 
 class ShimError(FuncrtError, OSError):
@@ -72,7 +52,8 @@ def load_shim(targets: Mapping[str, int]) -> Path:
     Compiles once per set of names and machine, into the user's cache folder.
 
     Args:
-        targets: plain function name to address; `cblas_sgemm` and `cblas_sgemv` must be among them.
+        targets: plain function name to address; `cblas_sgemm` and those of `EXTRA` must be among
+            them.
 
     Returns:
         The file of the shim.
@@ -110,14 +91,13 @@ def make_source(names: list[str]) -> str:
     lines = [".bss", ".balign 8", f".globl {_TABLE}", f".type {_TABLE}, %object"]
     lines += [f"{_TABLE}:", ".Ltable:", f" .zero {8 * len(names)}", ".text"]
     for i, name in enumerate(names):
-        if name not in (_GEMM, _GEMV):
+        if name not in _CALLED.values():
             jump = _JUMPS[machine].format(offset=8 * i)
             lines += [f".globl {name}", f".type {name}, %function", ".balign 16", f"{name}:", jump]
     assembly = "\n".join(f"    {json.dumps(line + chr(10))}" for line in lines)
-    code = _ONE_ROW.replace("TABLE", _TABLE)
-    for macro, name in (("GEMM", _GEMM), ("GEMV", _GEMV)):
-        code = f"#define {macro} {names.index(name)}\n{code}"
-    return f"{code}\n__asm__(\n{assembly});\n"
+    places = {macro: names.index(name) for macro, name in _CALLED.items()}
+    macros = [f"#define {name} {value}" for name, value in {"TABLE": _TABLE, **places}.items()]
+    return "\n".join([*macros, CODE.read_text(), f"__asm__(\n{assembly});\n"])
 
 
 def _open(file: Path, source: str, targets: Mapping[str, int]) -> None:
@@ -142,7 +122,16 @@ def _compile(source: str, file: Path) -> None:
         code.write_text(source)
         problem = "no C compiler found (cc, gcc or clang)"
         for compiler in _find_compilers():
-            command = [*compiler, "-O2", "-fPIC", "-shared", "-o", str(library), str(code)]
+            command = [
+                *compiler,
+                "-O2",
+                "-fPIC",
+                "-shared",
+                "-pthread",
+                "-o",
+                str(library),
+                str(code),
+            ]
             try:
                 run = subprocess.run(
                     command, capture_output=True, text=True, timeout=60, check=False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import stat
 import subprocess
@@ -19,6 +20,10 @@ MLX = blas._find_mlx()
 
 pytestmark = pytest.mark.skipif(
     MLX is None or blas.load().source == "not needed", reason="MLX computes with no BLAS here"
+)
+CPU = Path("/proc/cpuinfo")
+needs_avx2 = pytest.mark.skipif(
+    platform.machine() != "x86_64" or " avx2 " not in CPU.read_text(), reason="needs AVX2"
 )
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 
@@ -48,7 +53,7 @@ print(blas.active())
 print(blas.describe())
 """
 
-BLAS_CALLS = """
+GEMM = """
 import ctypes, itertools
 import numpy as np
 from funcrt import blas
@@ -62,6 +67,18 @@ def stored(array, trans, spare):  # as BLAS wants it, rows longer than needed
     wide = np.full((array.shape[0], array.shape[1] + spare), np.nan, np.float32)
     wide[:, : array.shape[1]] = array
     return wide
+def multiply(x, w, spare=0):  # x [m,k] by w [n,k], both with rows longer than needed
+    X, W = stored(x, 111, spare), stored(w, 111, spare)
+    y = np.full((len(x), len(w) + spare), np.nan, np.float32)
+    gemm(101, 111, 112, len(x), len(w), x.shape[1], 1.0, X.ctypes.data, X.shape[1],
+         W.ctypes.data, W.shape[1], 0.0, y.ctypes.data, y.shape[1])
+    assert np.isnan(y[:, len(w):]).all()
+    return y[:, :len(w)]
+def draw(*shape):
+    return rng.standard_normal(shape).astype(np.float32)
+"""
+
+EVERY_FORM = """
 for m, n, k, ta, tb, beta, spare in itertools.product(
     (1, 3), (1, 70), (1, 50), (111, 112), (111, 112), (0.0, 0.5), (0, 5)
 ):
@@ -76,6 +93,31 @@ for m, n, k, ta, tb, beta, spare in itertools.product(
          c.ctypes.data, c.shape[1])
     np.testing.assert_allclose(c[:, :n], want, rtol=1e-5, atol=1e-4)
     assert np.isnan(c[:, n:]).all()
+"""
+
+FEW_ROWS = """
+import os, threading
+# n and k for which rows are multiplied as they are, and some that go to the library; 128 rows are
+# the most; 1028 times 576 weights are shared with helpers.
+for m, n, k in itertools.product((1, 2, 4, 7, 12, 40, 128, 129), (4, 6, 1028), (16, 24, 576)):
+    x, w = draw(m, k), draw(n, k)
+    y = multiply(x, w, spare=4)
+    want = x.astype(float) @ w.T.astype(float)
+    np.testing.assert_allclose(y, want, rtol=0, atol=2e-6 * np.sqrt(k) * np.abs(want).max())
+x, w = draw(128, 576), draw(1028, 576)
+y = multiply(x, w)
+print(all((multiply(x[:m], w) == y[:m]).all() for m in (1, 2, 3, 5, 11, 12, 39, 127)))
+def repeat():
+    results.append(all((multiply(x[:m], w) == y[:m]).all() for m in (1, 4, 40) for _ in range(20)))
+results = []
+threads = [threading.Thread(target=repeat) for _ in range(3)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+print(results)
+child = os.fork()
+if child == 0:
+    os._exit(not (multiply(x, w) == y).all())
+print(os.waitpid(child, 0)[1])
 """
 
 FAST = 'const char *bli_info_get_version_str(void) { return "9.9"; }\n'
@@ -121,7 +163,15 @@ def test_scipy_openblas_serves_mlx_and_is_right() -> None:
 
 @needs_compiler
 def test_one_row_products_follow_every_form_of_sgemm() -> None:
-    run_ok(BLAS_CALLS, FUNCRT_BLAS="scipy")
+    run_ok(GEMM + EVERY_FORM, FUNCRT_BLAS="scipy")
+
+
+@needs_compiler
+@needs_avx2
+@pytest.mark.parametrize("threads", ["1", "3"])
+def test_few_rows_are_what_each_is_alone_whoever_calls(threads: str) -> None:
+    found = run_ok(GEMM + FEW_ROWS, FUNCRT_BLAS="scipy", OPENBLAS_NUM_THREADS=threads)
+    assert found.splitlines() == ["True", "[True, True, True]", "0"]
 
 
 def test_none_warns_once_and_leaves_mlx_its_own() -> None:
@@ -264,7 +314,7 @@ def test_no_compiler_is_said(tmp_path: Path) -> None:
 def test_an_unknown_machine_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shim, "_machine", lambda: "riscv64")
     with pytest.raises(shim.ShimError, match="no BLAS shim for machine 'riscv64'"):
-        shim.make_source(["cblas_sgemm", "cblas_sgemv"])
+        shim.make_source(["cblas_sgemm", *shim.EXTRA])
 
 
 def test_macos_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ def main(folder: Path) -> None:
     library = blas._find_mlx()
     needed, cuda = elf.read_needs(library) if library else ([], False)
     needs_blas = "cblas_sgemm" in needed and not cuda
-    names = [*needed, "cblas_sgemv"] if needs_blas else []
+    names = [*needed, *shim.EXTRA] if needs_blas else []
     try:
         source = shim.make_source(names) if needs_blas else ""
     except shim.ShimError:
@@ -44,7 +44,8 @@ def main(folder: Path) -> None:
     header = "".join(f"#define {name} {value}\n" for name, value in defines.items())
     _write(folder / "blas_build.h", f"#pragma once\n\n{header}")
     _write(folder / "shim.c", source)
-    watched = [str(library or package / "__init__.py"), shim.__file__, blas.__file__, elf.__file__]
+    sources = (library or package / "__init__.py", shim.__file__, shim.CODE, blas.__file__)
+    watched = [str(source) for source in (*sources, elf.__file__)]
     cmake = {
         "MLX_ROOT": json.dumps(str(package)),
         "FUNCRT_HAS_SHIM": str(int(bool(source))),

@@ -1,0 +1,245 @@
+// The part of the BLAS shim that computes; shim.py defines the names in capitals and adds the jumps.
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef const float *in;
+typedef void gemm(int, int, int, int, int, int, float, in, int, in, int, float, float *, int);
+typedef void gemv(int, int, int, int, float, in, int, in, int, float, float *, int);
+extern void *TABLE[];
+
+enum { ROW_MAJOR = 101, AS_STORED = 111, TRANSPOSED = 112 };
+
+static bool few_rows(int m, int n, int k, in x, int ldx, in w, int ldw, float *y, int ldy);
+
+void cblas_sgemm(int order, int ta, int tb, int m, int n, int k, float alpha, in a, int lda,
+                 in b, int ldb, float beta, float *c, int ldc) {
+    if (order == ROW_MAJOR && ta == AS_STORED && tb == TRANSPOSED && alpha == 1.0f &&
+        beta == 0.0f && few_rows(m, n, k, a, lda, b, ldb, c, ldc))
+        return;
+    if (order != ROW_MAJOR || m != 1 || n < 1 || k < 1 || (ta != AS_STORED && ta != TRANSPOSED) ||
+        (tb != AS_STORED && tb != TRANSPOSED)) {
+        ((gemm *)TABLE[GEMM])(order, ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+        return;
+    }
+    // C[1,n] = A[1,k] op(B)[k,n] is y = op(B)^T x.
+    if (beta == 0.0f)  // memory that nobody wrote may hold NaN
+        for (int i = 0; i < n; i++) c[i] = 0.0f;
+    int step = ta == AS_STORED ? 1 : lda;
+    if (tb == AS_STORED)
+        ((gemv *)TABLE[GEMV])(ROW_MAJOR, TRANSPOSED, k, n, alpha, b, ldb, a, step, beta, c, 1);
+    else
+        ((gemv *)TABLE[GEMV])(ROW_MAJOR, AS_STORED, n, k, alpha, b, ldb, a, step, beta, c, 1);
+}
+
+#ifdef __x86_64__
+#include <immintrin.h>
+
+// y[m,n] = x[m,k] w[n,k]^T
+typedef struct {
+    in x, w;
+    float *y;
+    long m, n, k, ldx, ldw, ldy;
+} product;
+
+enum {
+    COLUMNS = 4,
+    WIDEST = 16,              // floats in a register
+    MANY_ROWS = 12,           // from here on w is used so often that a copy of it pays
+    MOST_ROWS = 128,          // with more, packing all of w, as OpenBLAS does, is no loss
+    MOST_COPIED = 4096,       // floats of a column
+    WORTH_SHARING = 1 << 17,  // values of w
+};
+
+static in copy_rows(float *to, in from, long ld, long rows, long k) {
+    for (long i = 0; i < rows; i++) memcpy(to + i * k, from + i * ld, k * sizeof(float));
+    return to;
+}
+
+// Columns [from, to) of y. Each value is the sum over k in one order, whatever the other rows and
+// columns are: lane by lane in one register, then across its lanes. Many rows pass by an aligned
+// copy of some columns of w, because loads across cache lines take twice as long and MLX aligns to
+// 16 bytes; meanwhile the next columns are fetched from memory.
+#define KERNEL(NAME, TARGET, VECTOR, MM, LANES, ROWS, HALF)                                        \
+    __attribute__((target(TARGET), always_inline)) static inline void NAME##_tile(                 \
+        int rows, in x, long ldx, in w, long ldw, long k, float *y, long ldy) {                    \
+        VECTOR sums[ROWS][COLUMNS];                                                                \
+        _Pragma("GCC unroll 4") for (int i = 0; i < rows; i++)                                     \
+            _Pragma("GCC unroll 4") for (int j = 0; j < COLUMNS; j++)                              \
+                sums[i][j] = MM##_setzero_ps();                                                    \
+        for (long p = 0; p < k; p += LANES) {                                                      \
+            VECTOR a[ROWS];                                                                        \
+            _Pragma("GCC unroll 4") for (int i = 0; i < rows; i++)                                 \
+                a[i] = MM##_loadu_ps(x + i * ldx + p);                                             \
+            _Pragma("GCC unroll 4") for (int j = 0; j < COLUMNS; j++) {                            \
+                VECTOR b = MM##_loadu_ps(w + j * ldw + p);                                         \
+                _Pragma("GCC unroll 4") for (int i = 0; i < rows; i++)                             \
+                    sums[i][j] = MM##_fmadd_ps(a[i], b, sums[i][j]);                               \
+            }                                                                                      \
+        }                                                                                          \
+        _Pragma("GCC unroll 4") for (int i = 0; i < rows; i++) {                                   \
+            __m256 left = _mm256_hadd_ps(HALF(sums[i][0]), HALF(sums[i][1]));                      \
+            __m256 right = _mm256_hadd_ps(HALF(sums[i][2]), HALF(sums[i][3]));                     \
+            __m256 four = _mm256_hadd_ps(left, right);                                             \
+            __m128 upper = _mm256_extractf128_ps(four, 1);                                         \
+            _mm_storeu_ps(y + i * ldy, _mm_add_ps(_mm256_castps256_ps128(four), upper));           \
+        }                                                                                          \
+    }                                                                                              \
+    __attribute__((target(TARGET))) static void NAME(const product *p, long from, long to) {       \
+        const bool many = p->m >= MANY_ROWS;                                                       \
+        const long lines = COLUMNS * p->k / 16, tiles = (p->m + ROWS - 1) / ROWS;                  \
+        const long share = many ? (lines + tiles - 1) / tiles : 0;                                 \
+        const bool copies = many && p->k <= MOST_COPIED;                                           \
+        _Alignas(64) float copy[COLUMNS * MOST_COPIED];                                            \
+        for (long j = from; j < to; j += COLUMNS) {                                                \
+            in w = p->w + j * p->ldw, next = w + COLUMNS * p->ldw;                                 \
+            long i = 0, ldw = copies ? p->k : p->ldw;                                              \
+            if (copies) w = copy_rows(copy, w, p->ldw, COLUMNS, p->k);                             \
+            for (; i + ROWS <= p->m; i += ROWS) {                                                  \
+                for (long line = 0; line < share; line++, next += 16)                              \
+                    _mm_prefetch((const char *)next, _MM_HINT_T1);                                 \
+                NAME##_tile(ROWS, p->x + i * p->ldx, p->ldx, w, ldw, p->k,                         \
+                            p->y + i * p->ldy + j, p->ldy);                                        \
+            }                                                                                      \
+            for (; i < p->m; i++)                                                                  \
+                NAME##_tile(1, p->x + i * p->ldx, p->ldx, w, ldw, p->k,                            \
+                            p->y + i * p->ldy + j, p->ldy);                                        \
+        }                                                                                          \
+    }
+
+#define AS_IT_IS(v) (v)
+#define FOLDED(v)                                                                                  \
+    _mm256_add_ps(_mm512_castps512_ps256(v),                                                       \
+                  _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1)))
+KERNEL(avx2, "avx2,fma", __m256, _mm256, 8, 3, AS_IT_IS)
+KERNEL(avx512, "avx512f", __m512, _mm512, 16, 4, FOLDED)
+
+static void (*kernel)(const product *, long, long);
+
+// Helpers share a product with the caller, who never waits for one that has not begun: where other
+// processes keep the cores busy, the caller does all of it. Between the products of a step they
+// stay awake, since waking one takes as long as a small product.
+enum { MOST_HELPERS = 63, YIELDS = 400, CHUNKS = 8 };
+
+static struct {
+    pthread_mutex_t calling, lock;
+    pthread_cond_t wake;
+    product task;
+    long chunk;
+    atomic_long next;  // first column that nobody has taken
+    atomic_uint round; // counts the products
+    atomic_int busy;   // helpers that may still look at the task
+    int helpers, wanted, sleeping;
+    float *copy; // of x
+    long size;
+} pool = {.calling = PTHREAD_MUTEX_INITIALIZER,
+          .lock = PTHREAD_MUTEX_INITIALIZER,
+          .wake = PTHREAD_COND_INITIALIZER};
+
+static bool reserve(long size) {
+    if (pool.size < size) {
+        free(pool.copy);
+        pool.copy = aligned_alloc(64, size * sizeof(float));
+        pool.size = pool.copy ? size : 0;
+    }
+    return pool.copy;
+}
+
+static void share_task(void) {
+    long from, n = pool.task.n;
+    while ((from = atomic_fetch_add(&pool.next, pool.chunk)) < n)
+        kernel(&pool.task, from, from + pool.chunk < n ? from + pool.chunk : n);
+}
+
+static void *help(void *number) {
+    unsigned seen = 0;
+    for (;;) {
+        for (int i = 0; i < YIELDS && atomic_load(&pool.round) == seen; i++) sched_yield();
+        pthread_mutex_lock(&pool.lock);
+        while (atomic_load(&pool.round) == seen) {
+            pool.sleeping++;
+            pthread_cond_wait(&pool.wake, &pool.lock);
+            pool.sleeping--;
+        }
+        seen = atomic_load(&pool.round);
+        bool wanted = (long)number < pool.wanted;
+        if (wanted) atomic_fetch_add(&pool.busy, 1);
+        pthread_mutex_unlock(&pool.lock);
+        if (!wanted) continue;
+        share_task();
+        atomic_fetch_sub(&pool.busy, 1);
+    }
+    return NULL;
+}
+
+static void wait_for_helpers(void) {
+    while (atomic_load(&pool.busy)) sched_yield();
+}
+
+static void compute_together(const product *task, int helpers) {
+    if (helpers > MOST_HELPERS) helpers = MOST_HELPERS;
+    pthread_mutex_lock(&pool.lock);
+    wait_for_helpers(); // late ones, that find nothing left of the last product
+    for (pthread_t thread; pool.helpers < helpers; pool.helpers++) {
+        if (pthread_create(&thread, NULL, help, (void *)(long)pool.helpers)) break;
+        pthread_detach(thread);
+    }
+    pool.wanted = helpers;
+    pool.task = *task;
+    long chunk = task->n / (CHUNKS * (helpers + 1));
+    pool.chunk = chunk < WIDEST ? WIDEST : chunk - chunk % COLUMNS;
+    atomic_store(&pool.next, 0);
+    atomic_fetch_add(&pool.round, 1);
+    if (pool.sleeping) pthread_cond_broadcast(&pool.wake);
+    pthread_mutex_unlock(&pool.lock);
+    share_task();
+    wait_for_helpers();
+}
+
+static bool few_rows(int m, int n, int k, in x, int ldx, in w, int ldw, float *y, int ldy) {
+    if (!kernel || m < 1 || m > MOST_ROWS || n < 1 || n % COLUMNS || k < 1 || k % WIDEST)
+        return false;
+    product task = {x, w, y, m, n, k, ldx, ldw, ldy};
+    if ((long)n * k < WORTH_SHARING || pthread_mutex_trylock(&pool.calling)) {
+        kernel(&task, 0, n);
+        return true;
+    }
+    if (m >= MANY_ROWS && reserve(m * k)) {
+        task.x = copy_rows(pool.copy, x, ldx, m, k);
+        task.ldx = k;
+    }
+    int threads = TABLE[THREADS] ? ((int (*)(void))TABLE[THREADS])() : 1;
+    if (threads > 1)
+        compute_together(&task, threads - 1);
+    else
+        kernel(&task, 0, n);
+    pthread_mutex_unlock(&pool.calling);
+    return true;
+}
+
+// No helper lives on in the child of a fork, and locks may be as one of them left them.
+static void start_afresh(void) {
+    pthread_mutex_init(&pool.calling, NULL);
+    pthread_mutex_init(&pool.lock, NULL);
+    pthread_cond_init(&pool.wake, NULL);
+    atomic_store(&pool.busy, 0);
+    pool.helpers = pool.sleeping = 0;
+}
+
+__attribute__((constructor)) static void choose_kernel(void) {
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f"))
+        kernel = avx512;
+    else if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+        kernel = avx2;
+    pthread_atfork(NULL, NULL, start_afresh);
+}
+#else
+static bool few_rows(int m, int n, int k, in x, int ldx, in w, int ldw, float *y, int ldy) {
+    (void)m, (void)n, (void)k, (void)x, (void)ldx, (void)w, (void)ldw, (void)y, (void)ldy;
+    return false;
+}
+#endif
