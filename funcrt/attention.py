@@ -11,8 +11,7 @@ from funcrt import ops
 from funcrt.cache import CacheState, Placement, find_sight, give_sight, write, write_rows
 from funcrt.cache.layout import PARTS, kv_group_size
 from funcrt.errors import CacheError, InputError
-from funcrt.machine import is_on_cuda
-from funcrt.ops import one_token
+from funcrt.ops import kernels, one_token
 from funcrt.ops.attention import Dense, Packed, Scoring, attend, attend_by_products, hide
 from funcrt.params import Quantization
 
@@ -198,7 +197,7 @@ class Attend:
         if scoring.softcap is not None:
             return attend_by_products(q, Dense(keys), Dense(values), mask, scoring)
         plain = scoring.sinks is None and self._call.causal
-        if plain and is_on_cuda() and one_token.supports(q, keys, values):
+        if plain and kernels.are_there() and one_token.supports(q, keys, values):
             return one_token.attend(q, keys, values, mask, scoring.scale)
         if key not in self._hiding:
             self._hiding[key] = hide(mask, q.dtype)

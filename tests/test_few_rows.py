@@ -8,10 +8,8 @@ from typing import Any
 
 from funcrt import BucketPlan
 from funcrt.config.rope import RopeConfig
-from funcrt.layers import network
-from funcrt.machine import is_on_cuda
 from funcrt.model import Model
-from funcrt.ops import few_rows, heads
+from funcrt.ops import few_rows, heads, kernels
 from funcrt.ops.attention import split_heads
 from funcrt.ops.rotary import make_rotary
 from tests.helpers import TINY, make_params, relative_error
@@ -19,7 +17,7 @@ from tests.helpers import TINY, make_params, relative_error
 import mlx.core as mx
 import pytest
 
-cuda_only = pytest.mark.skipif(not is_on_cuda(), reason="a CUDA kernel")
+cuda_only = pytest.mark.skipif(not kernels.are_there(), reason="a CUDA kernel")
 LAYERS = TINY.num_layers
 
 
@@ -60,7 +58,7 @@ def calls(monkeypatch) -> Counter[str]:
         counted["split"] += 1
         return pure_split(*arguments)
 
-    monkeypatch.setattr(network, "is_on_cuda", lambda: True)
+    monkeypatch.setattr(kernels, "are_there", lambda: True)
     monkeypatch.setattr(few_rows, "supports", lambda x, weight, gated=False: x.ndim == 2)
     monkeypatch.setattr(few_rows, "multiply", multiply)
     monkeypatch.setattr(heads, "split", split)
@@ -89,7 +87,7 @@ def test_fused_parts_give_what_plain_ones_do(calls, monkeypatch):
     assert calls == {
         "norm+eps": times, "norm+eps+gated": times, "residual": 2 * times, "split": times,
     }  # fmt: skip
-    monkeypatch.setattr(network, "is_on_cuda", lambda: False)
+    monkeypatch.setattr(kernels, "are_there", lambda: False)
     assert relative_error(fused, decode(model)) < 1e-5
 
 
@@ -100,7 +98,7 @@ def test_biases_and_activations_are_not_lost(calls, monkeypatch):
     times = calls["split"]
     # Queries, keys and values, then gate and up; what attention and MLP give.
     assert calls == {"norm+eps+bias": 2 * times, "bias+residual": 2 * times, "split": times}
-    monkeypatch.setattr(network, "is_on_cuda", lambda: False)
+    monkeypatch.setattr(kernels, "are_there", lambda: False)
     assert relative_error(fused, decode(model)) < 1e-5
 
 
@@ -110,7 +108,7 @@ def test_packed_and_changed_matrices_are_left_alone(calls, monkeypatch):
     monkeypatch.setattr(Model, "prepared", params)
     packed = decode(model)
     assert set(calls) == {"split"}
-    monkeypatch.setattr(network, "is_on_cuda", lambda: False)
+    monkeypatch.setattr(kernels, "are_there", lambda: False)
     assert relative_error(packed, decode(model)) < 1e-5
 
 

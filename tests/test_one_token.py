@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from funcrt.machine import is_on_cuda
-from funcrt.ops import attention, one_token, products
+from funcrt.ops import attention, kernels, one_token, products
 from funcrt.ops.attention import Scoring
 from funcrt.packing import Quantization
 from tests.helpers import relative_error
@@ -11,7 +10,7 @@ from tests.helpers import relative_error
 import mlx.core as mx
 import pytest
 
-cuda_only = pytest.mark.skipif(not is_on_cuda(), reason="a CUDA kernel")
+cuda_only = pytest.mark.skipif(not kernels.are_there(), reason="a CUDA kernel")
 
 
 def make(batch, heads, groups, slots, width, dtype=mx.float32):

@@ -25,7 +25,7 @@ from funcrt.layers.blocks import Parallel, PostNorm, PreNorm, Sandwich
 from funcrt.layers.mlp import MLP, GatedMLP
 from funcrt.layers.part import Part, Run
 from funcrt.low_rank import Places
-from funcrt.machine import is_on_cuda
+from funcrt.ops import kernels
 from funcrt.params import FLOATS, Fusions, Params, ParamSpec
 
 import mlx.core as mx
@@ -62,7 +62,7 @@ class Network(Part):
         x = run.zero_padding(self.embed(run, tokens))  # harmless through every layer
         # MLX multiplies matrices: products of [B, 1, E] would be reshaped before and after.
         run.flat = tokens.shape[1] == 1 and self._is_flat() and not run.by_row
-        run.fuses = run.flat and run.call.causal and is_on_cuda()
+        run.fuses = run.flat and run.call.causal and kernels.are_there()
         x = x[:, 0] if run.flat else x
         for layer in self.layers:
             x = layer(run, x)

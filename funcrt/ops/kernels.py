@@ -15,12 +15,14 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 
 from funcrt.errors import FuncrtError
+from funcrt.machine import is_on_cuda
 from funcrt.user_cache import user_cache, write_atomically
 
 import mlx.core as mx
 
 _LIBRARIES = ("libnvrtc.so.13", "libnvrtc.so.12")  # which MLX has loaded by then
-_TARGET = "compute_80"  # bfloat16, asynchronous copies, products of the tensor cores
+_LEAST_CAPABILITY = 8  # bfloat16, asynchronous copies, products of the tensor cores
+_TARGET = f"compute_{_LEAST_CAPABILITY}0"
 # Of the language of that time. Drivers refuse what says that it is newer than they are, and the
 # compiler calls everything as new as itself.
 _VERSION = ".version 7.8"
@@ -120,8 +122,18 @@ def compile_ptx(source: str) -> bytes:
         return ptx
 
 
+def are_there() -> bool:
+    """Whether kernels can be compiled and run here; where not, plain operations do the same."""
+    return is_on_cuda() and _find_compiler() is not None and _is_new_enough()
+
+
 @cache
-def find_compiler() -> ctypes.CDLL | None:
+def _is_new_enough() -> bool:
+    return int(mx.device_info().get("compute_capability_major", 0)) >= _LEAST_CAPABILITY
+
+
+@cache
+def _find_compiler() -> ctypes.CDLL | None:
     """NVRTC, if there is one."""
     for name in _LIBRARIES:
         try:
@@ -132,7 +144,7 @@ def find_compiler() -> ctypes.CDLL | None:
 
 
 def _compile(source: str) -> bytes:
-    nvrtc = find_compiler()
+    nvrtc = _find_compiler()
     if nvrtc is None:
         raise KernelError(f"no CUDA compiler: none of {', '.join(_LIBRARIES)} can be loaded")
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
