@@ -22,7 +22,8 @@ MOST_ROWS = 16
 _TILE = 16  # outputs that a tensor core has at a time
 _STEP = 64  # inputs that a warp copies at a time: 128 bytes, what DRAM and caches give at once
 _MANY_TILES = 264  # two for each multiprocessor of an H100 or H200: enough for two in each block
-_STAGES = 4
+_MOST_STAGES = 4
+_SHARED = 96 << 10  # bytes of shared memory that a block may have on every GPU, whoever exported
 
 _HEADER = """
 __device__ void copy(uint4* to, const void* from) {
@@ -211,12 +212,13 @@ def multiply(
     kept = outputs // 2 if gated else outputs
     arrays = {"x": x, "w": weight, "norm": norm, "bias": bias, "residual": residual}
     given = {name: array for name, array in arrays.items() if array is not None}
-    lines = tiles * _TILE + rows + (norm is not None)
+    stage = 2 * _STEP * (tiles * _TILE + rows + (norm is not None)) * warps  # bytes
+    stages = min(_MOST_STAGES, _SHARED // stage)
     return kernels.run(
         "_".join(("multiply", *given)),
         _write_source(given),
         {
-            "TILES": tiles, "WARPS": warps, "STAGES": _STAGES, "ROWS": rows,
+            "TILES": tiles, "WARPS": warps, "STAGES": stages, "ROWS": rows,
             "GATED": gated, "NORMED": norm is not None,
         },
         list(given.values()),
@@ -224,7 +226,7 @@ def multiply(
         [((rows, kept), x.dtype)],
         blocks=(kept // (_TILE if gated else _TILE * tiles), 1, 1),
         threads=32 * warps,
-        shared_memory=2 * _STEP * lines * _STAGES * warps,
+        shared_memory=stage * stages,
     )[0]  # fmt: skip
 
 
