@@ -138,6 +138,30 @@ def test_what_the_kernel_is_for():
     assert not fits(1, 3072, 2048, shape=(1, 1024))
 
 
+@pytest.mark.parametrize("rows", [1, 2, 8, 9, 16])
+@pytest.mark.parametrize("outputs", [64, 8192])
+@pytest.mark.parametrize("gated", [False, True])
+def test_blocks_fit_every_gpu_and_sums_do_not_depend_on_the_rows(monkeypatch, rows, outputs, gated):
+    launched: list[dict[str, Any]] = []
+
+    def run(name, source, constants, inputs, scalars, results, **launch):
+        launched.append({**constants, **launch})
+        return [mx.zeros(shape, dtype) for shape, dtype in results]
+
+    monkeypatch.setattr(few_rows.kernels, "run", run)
+    weight, norm = mx.zeros((outputs, 2048), mx.bfloat16), mx.zeros((2048,), mx.bfloat16)
+    for count in (rows, 1):
+        x = mx.zeros((count, 2048), mx.bfloat16)
+        out = few_rows.multiply(x, weight, norm=norm, eps=1e-5, gated=gated)
+        assert out.shape == (count, outputs // 2 if gated else outputs)
+    some, one = launched
+    assert some["STAGES"] >= 2  # one is copied while another is used
+    assert some["shared_memory"] <= 96 * 1024
+    kept = 16 if gated else 16 * some["TILES"]
+    assert some["blocks"] == (out.shape[1] // kept, 1, 1)
+    assert {k: some[k] for k in ("TILES", "WARPS")} == {k: one[k] for k in ("TILES", "WARPS")}
+
+
 CASES = {
     "plain": (), "norm": ("norm",), "gated": ("norm", "gated"), "residual": ("residual",),
     "all": ("norm", "bias", "residual"),
