@@ -187,9 +187,10 @@ class Model(CallForm):
 
     @cached_property
     def prepared(self) -> Params:
-        """`prepare(self.params)`, done once."""
-        ready = self.prepare(self.params)
-        weights.evaluate_in_turn(ready.values())
+        """`prepare(self.params)`, done once; stored arrays then are rows of what they are in."""
+        ready, fusions = self.prepare(self.params), self.preparation.fusions
+        for name in weights.evaluate_in_turn(ready):
+            weights.share_rows(self.params, ready, name, fusions)
         return ready
 
     def with_params(
@@ -232,10 +233,13 @@ class Model(CallForm):
     def weight_bytes(self) -> tuple[int, int]:
         """Bytes of the prepared weights, and of stored ones that live beside them."""
         ready = self.prepare(self.params)  # lazy: only shapes and dtypes are looked at
+        homes = {
+            name: weights.home_of(name, ready, self.preparation.fusions) for name in self.params
+        }
         kept = sum(
             array.nbytes
             for name, array in self.params.items()
-            if name not in ready or ready[name].dtype != array.dtype
+            if homes[name] not in ready or ready[homes[name]].dtype != array.dtype
         )
         return sum(array.nbytes for array in ready.values()), kept
 

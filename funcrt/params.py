@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from funcrt import low_rank
@@ -30,8 +30,8 @@ import mlx.core as mx
 __all__ = [
     "FLOATS", "Fusions", "ParamSpec", "Params", "Preparation", "Quantization", "Transposed",
     "array_bytes", "cast", "check_params", "choose_dtype", "choose_preparation", "dequantize",
-    "dtype_name", "evaluate_in_turn", "fingerprint", "hash_bytes", "packings", "prepare",
-    "quantization_of",
+    "dtype_name", "evaluate_in_turn", "fingerprint", "hash_bytes", "home_of", "packings", "prepare",
+    "quantization_of", "share_rows",
 ]  # fmt: skip
 
 Params = dict[str, mx.array]
@@ -175,21 +175,54 @@ def _fuse(params: Params, fused: str, members: tuple[str, ...]) -> None:
         )
 
 
-def evaluate_in_turn(arrays: Iterable[mx.array]) -> None:
+def evaluate_in_turn(arrays: Mapping[str, mx.array]) -> Iterator[str]:
     """Evaluate prepared weights in their order, beginning few of them before those ahead are done.
 
     So some are read while others are made, and the intermediates of few exist at a time.
+
+    Returns:
+        The name of each when it is there.
     """
-    begun: deque[mx.array] = deque()
+    begun: deque[str] = deque()
     size = 0
-    for array in arrays:
+    for name, array in arrays.items():
         mx.async_eval(array)  # type: ignore[no-untyped-call]
-        begun.append(array)
+        begun.append(name)
         size += array.nbytes
         while size > _BYTES_AHEAD and len(begun) > 1:
-            size -= begun[0].nbytes
-            mx.eval(begun.popleft())
-    mx.eval(*begun)
+            done = begun.popleft()
+            size -= arrays[done].nbytes
+            mx.eval(arrays[done])
+            yield done
+    for done in begun:
+        mx.eval(arrays[done])
+        yield done
+
+
+def home_of(name: str, ready: Mapping[str, mx.array], fusions: Fusions) -> str:
+    """Where a stored array is among the prepared ones: itself, or what it was stacked into."""
+    member, _, part = name.rpartition(".")
+    if name in ready:
+        return name
+    return next(
+        (f"{fused}.{part}" for fused, members in fusions.items() if member in members), name
+    )
+
+
+def share_rows(params: Params, ready: Mapping[str, mx.array], name: str, fusions: Fusions) -> None:
+    """Let stored arrays be rows of the prepared one that they were stacked into, in place.
+
+    So memory holds them once. Where they were cast or expanded, they stay what they are.
+    """
+    fused, _, part = name.rpartition(".")
+    begin = 0
+    for member in fusions.get(fused, ()) if part in _STACKED else ():
+        stored = params[f"{member}.{part}"]
+        if stored.dtype != ready[name].dtype:
+            return
+        params[f"{member}.{part}"] = ready[name][begin : begin + stored.shape[0]]
+        mx.eval(params[f"{member}.{part}"])
+        begin += stored.shape[0]
 
 
 def fingerprint(params: Mapping[str, mx.array], config: Mapping[str, object]) -> str:
@@ -216,8 +249,11 @@ def array_bytes(array: mx.array) -> memoryview:
     """
     if not array.size:
         return memoryview(b"")
-    rows = mx.contiguous(array if array.ndim else array[None])  # a scalar has no last axis to view
-    return memoryview(rows.view(mx.uint8)).cast("B")  # type: ignore[arg-type]
+    rows = array if array.ndim else array[None]  # a scalar has no last axis to view
+    view = memoryview(rows.view(mx.uint8))  # type: ignore[arg-type]
+    if not view.c_contiguous:  # asked first: `mx.contiguous` copies rows of what is much larger
+        view = memoryview(mx.contiguous(rows).view(mx.uint8))  # type: ignore[arg-type]
+    return view.cast("B")
 
 
 def hash_bytes(content: memoryview) -> str:

@@ -258,3 +258,48 @@ def test_arrays_of_2_gib_have_bytes():
     """As large embeddings and stacked experts; an axis of so many bytes is none to MLX."""
     array = mx.zeros((1 << 15, 1 << 15), dtype=mx.bfloat16)
     assert len(weights.array_bytes(array)) == array.nbytes == 1 << 31
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "affine"])
+def test_stored_weights_become_rows_of_what_they_are_stacked_into(kind: str, tmp_path) -> None:
+    dtype = "bfloat16" if kind == "bfloat16" else "float32"
+    original = make_params(TINY, kind)
+    model = Model(replace(TINY, dtype=dtype), original)
+    before = {name: mx.array(array) for name, array in model.params.items()}
+    fused, kept = model.weight_bytes
+    assert (kept > 0) == (kind == "affine")  # those are expanded
+    assert fused == sum(array.nbytes for array in model.prepared.values())
+    assert list(model.params) == list(before)
+    for name, array in before.items():
+        assert mx.array_equal(model.params[name], array), name
+    assert model.weight_bytes == (fused, kept)
+    model.save(tmp_path / "saved")
+    for name, array in mx.load(str(tmp_path / "saved" / "model.safetensors")).items():
+        assert mx.array_equal(array, before[name]), name
+
+
+def test_stacked_weights_are_in_memory_once() -> None:
+    config = replace(TINY, hidden_size=256, intermediate_size=4096, num_layers=4)
+    params = make_params(config)
+    mx.eval(params)
+    model = Model(config, params)
+    size = sum(array.nbytes for array in params.values())
+    del params
+    before = mx.get_active_memory()
+    assert model.prepared
+    assert mx.get_active_memory() - before < size // 20
+
+
+def test_bytes_of_rows_are_not_copied() -> None:
+    whole = mx.ones((4096, 1024))
+    rows = whole[1024:2048]
+    mx.eval(whole, rows)
+    before = mx.get_active_memory()
+    assert weights.array_bytes(rows).nbytes == rows.nbytes
+    held = weights.array_bytes(rows)
+    assert mx.get_active_memory() - before < rows.nbytes // 10
+    assert bytes(held[:4]) == bytes(memoryview(mx.ones((1,))).cast("B"))
+    turned = mx.arange(6).reshape(2, 3).T
+    assert bytes(weights.array_bytes(turned)) == bytes(
+        weights.array_bytes(mx.array(turned.tolist()))
+    )

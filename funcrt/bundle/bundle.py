@@ -89,13 +89,12 @@ class Bundle(CallForm):
         with streams.turn():
             made = list(self._import(entry)(*self._stored.values()))
             expected = self.target.prepared
-            names = [spec.name for spec in expected]
-            if len(made) != len(names) or describe_arrays(dict(zip(names, made, strict=True))) != (
-                expected
-            ):
+            ready = dict(zip([spec.name for spec in expected], made, strict=False))
+            if len(made) != len(expected) or describe_arrays(ready) != expected:
                 raise BundleError(f"{self.folder}: {entry.file} returns other weights than listed")
             self._stored = {}  # not held beside what is made of them
-            evaluate_in_turn(made)
+            for _ in evaluate_in_turn(ready):
+                pass
         return made
 
     @property
