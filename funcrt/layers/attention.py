@@ -53,13 +53,14 @@ class Attention(Part):
         return self.out(run, self.look(run, *self.split(run, self.qkv(run, x))))
 
     def branch(self, run: Run, norm: Part, x: mx.array) -> mx.array:
-        if not run.fuses:  # which says, too, that this is no subclass
-            return super().branch(run, norm, x)
         qkv = normed(run, norm, self.qkv, x)
         return added(run, self.out, self.look(run, *self.split(run, qkv)), x)
 
     def split(self, run: Run, qkv: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        """Queries `[B, H, T, D]`, keys and values `[B, K, T, D]`, normed and turned."""
+        """Queries `[B, H, T, D]`, keys and values `[B, K, T, D]`, normed and turned.
+
+        `qkv` is what the part of that name gives. Subclasses may have it in another order.
+        """
         heads, kv = self.heads, self.kv_heads
         plain = self.q_norm is None and self.k_norm is None
         if run.fuses and plain and self.rope is not None:
@@ -84,7 +85,7 @@ class Attention(Part):
         return x if self.rope is None else run.rotary(self.rope, self.head_dim)(x)
 
     def look(self, run: Run, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-        """What queries see, all three as `project` gives them: `[B, T, H D]`, or flat."""
+        """What queries see, all three as `split` gives them: `[B, T, H D]`, or flat."""
         out = run.attend(
             self.layer, q, k, v, scale=self.scale, softcap=self.softcap, window=self.window,
             sinks=None if self.sinks is None else run.params[self.sinks],

@@ -20,11 +20,14 @@ class PreNorm(Part):
     scale: float = 1.0  # of what is added
 
     def __call__(self, run: Run, x: mx.array) -> mx.array:
-        if self.scale == 1.0:
+        if run.fuses and self.scale == 1.0:
             x = self.mix.branch(run, self.mix_norm, x)
             return self.mlp.branch(run, self.mlp_norm, x)
-        x = x + self.scale * self.mix(run, self.mix_norm(run, x))
-        return x + self.scale * self.mlp(run, self.mlp_norm(run, x))
+        x = x + self._scaled(self.mix(run, self.mix_norm(run, x)))
+        return x + self._scaled(self.mlp(run, self.mlp_norm(run, x)))
+
+    def _scaled(self, x: mx.array) -> mx.array:
+        return x if self.scale == 1.0 else x * self.scale
 
 
 @dataclass(frozen=True)

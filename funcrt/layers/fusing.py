@@ -9,7 +9,6 @@ from funcrt.ops import few_rows
 
 import mlx.core as mx
 
-_PLAIN = (Linear, Stacked)
 _BESIDE = (".scales", LORA_A)  # of matrices that are packed, or changed
 
 
@@ -32,9 +31,17 @@ def added(run: Run, part: Part, x: mx.array, to: mx.array) -> mx.array:
 
 def plain_weight(run: Run, part: Part) -> mx.array | None:
     """The matrix `[O, I]` of a part that multiplies with one, neither packed nor changed."""
-    if not isinstance(part, _PLAIN) or any(part.name + name in run.params for name in _BESIDE):
+    name = _name_of(part)
+    if name is None or any(name + beside in run.params for beside in _BESIDE):
         return None
-    return run.params.get(f"{part.name}.weight")  # what could not be stacked is not there
+    return run.params.get(f"{name}.weight")  # what could not be stacked is not there
+
+
+def _name_of(part: Part) -> str | None:
+    """Of a matrix that is multiplied with and nothing else: subclasses do more."""
+    if isinstance(part, (Linear, Stacked)) and type(part) in (Linear, Stacked):
+        return part.name
+    return None
 
 
 def _multiply(
@@ -48,12 +55,13 @@ def _multiply(
 ) -> mx.array | None:
     """In one kernel; None if there is none for such parts, weights or rows."""
     weight = plain_weight(run, part)
-    if not run.fuses or weight is None or not few_rows.supports(x, weight, gated=gated):
+    if not run.fuses or weight is None or not few_rows.supports(x, weight):
         return None
-    assert isinstance(part, _PLAIN)
-    bias = run.params.get(f"{part.name}.bias")
-    if gated and bias is not None:
-        return None
+    bias = run.params.get(f"{_name_of(part)}.bias")
+    if bias is not None:
+        if gated:
+            return None
+        bias = bias.astype(x.dtype)
     scales, eps = None, 0.0
     if norm is not None:
         if type(norm) is not RMSNorm or norm.offset:

@@ -62,6 +62,7 @@ class Network(Part):
         x = run.zero_padding(self.embed(run, tokens))  # harmless through every layer
         # MLX multiplies matrices: products of [B, 1, E] would be reshaped before and after.
         run.flat = tokens.shape[1] == 1 and self._is_flat() and not run.by_row
+        # Causal calls are those of step functions, which nobody differentiates.
         run.fuses = run.flat and run.call.causal and kernels.are_there()
         x = x[:, 0] if run.flat else x
         for layer in self.layers:

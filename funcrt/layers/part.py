@@ -44,7 +44,8 @@ class Run:
         attend: attention over the cache; it holds the new state.
         by_row: rows choose among changes of matrices.
         flat: activations are `[B, E]`, of one token for each row, see `Network.hidden`.
-        fuses: parts may do several things at once, in kernels that do not differentiate.
+        fuses: parts may do several things at once, in kernels that do not differentiate. None of
+            them is a subclass of one that knows how.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class Part:
         raise NotImplementedError
 
     def branch(self, run: Run, norm: Part, x: mx.array) -> mx.array:
-        """`x + self(norm(x))`, which some parts do with fewer nodes where `run.fuses`."""
+        """`x + self(norm(x))` where `run.fuses`, which some parts do with fewer nodes."""
         return x + self(run, norm(run, x))
 
     def tensors(self) -> ParamSpec:

@@ -63,8 +63,8 @@ class Config(ModelConfig):
 class HeadByHead(Attention):
     """Attention whose projection gives each head's query, key and value side by side."""
 
-    def project(self, run: Run, x: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        qkv = self.qkv(run, x).reshape(*x.shape[:2], self.heads, 3 * self.head_dim)
+    def split(self, run: Run, qkv: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        qkv = qkv.reshape(*qkv.shape[:2], self.heads, 3 * self.head_dim)
         q, k, v = mx.split(qkv.swapaxes(1, 2), 3, axis=-1)
         return *self.norm_and_turn(run, q, k), v
 

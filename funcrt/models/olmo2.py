@@ -33,11 +33,11 @@ class WideNormAttention(Attention):
     all_q_norm: Part
     all_k_norm: Part
 
-    def project(self, run: Run, x: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    def split(self, run: Run, qkv: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         ends = [self.heads * self.head_dim, (self.heads + self.kv_heads) * self.head_dim]
-        q, k, v = mx.split(self.qkv(run, x), ends, axis=-1)
+        q, k, v = mx.split(qkv, ends, axis=-1)
         normed = (self.all_q_norm(run, q), self.all_k_norm(run, k), v)
-        q, k, v = (a.reshape(*x.shape[:2], -1, self.head_dim).swapaxes(1, 2) for a in normed)
+        q, k, v = (a.reshape(*qkv.shape[:2], -1, self.head_dim).swapaxes(1, 2) for a in normed)
         return *self.norm_and_turn(run, q, k), v
 
 

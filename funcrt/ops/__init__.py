@@ -1,4 +1,6 @@
-"""The operations that models are made of. Pure; every one traces, exports and differentiates.
+"""The operations that models are made of. Pure; every one traces and exports.
+
+All differentiate, but for those that are CUDA kernels: `few_rows`, `heads`, `one_token`.
 
 Shape key: B batch, T tokens this call, S capacity, E model width, F MLP width, H query heads,
 K key/value heads, D head size, V vocabulary.

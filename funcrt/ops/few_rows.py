@@ -28,7 +28,7 @@ _SHARED = 96 << 10  # bytes of shared memory that a block may have on every GPU,
 _HEADER = """
 __device__ void copy(uint4* to, const void* from) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;"
-               :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from));
+               :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from) : "memory");
 }
 __device__ void multiply(float* sum, unsigned a0, unsigned a1, unsigned a2, unsigned a3,
                          unsigned b0, unsigned b1) {
@@ -77,14 +77,14 @@ extern "C" __global__ void NAME(ARGUMENTS, bfloat* out, int inputs, int outputs,
         if (i + copied < ROWS) copy(target + to + (OUTPUTS + i) * 8, x_at + at + i * inputs);
       FETCH
     }
-    asm volatile("cp.async.commit_group;");
+    asm volatile("cp.async.commit_group;" ::: "memory");
   };
 
   float sum[TILES][EIGHTS][4] = {}, square[EIGHTS] = {};
   #pragma unroll 1
   for (int step = 1 - STAGES; step < steps; ++step) {
     if (step >= 0) {
-      asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 2));
+      asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 2) : "memory");
       __syncwarp();
     }
     fetch(step + STAGES - 1);
@@ -171,13 +171,13 @@ _ADDED = {
 }
 
 
-def supports(rows: mx.array, weight: mx.array, *, gated: bool = False) -> bool:
+def supports(rows: mx.array, weight: mx.array) -> bool:
     """Whether the kernel is for these shapes and dtypes: `[B, I]` and `[O, I]`."""
     return (
         rows.ndim == weight.ndim == 2
         and rows.shape[0] <= MOST_ROWS
         and rows.dtype == weight.dtype == mx.bfloat16
-        and weight.shape[0] % (4 * _TILE if gated else 2 * _TILE) == 0
+        and weight.shape[0] % (2 * _TILE) == 0
         and rows.shape[1] == weight.shape[1]
         and weight.shape[1] % _STEP == 0
     )
@@ -196,7 +196,7 @@ def multiply(
     """`residual + act(norm(x) @ weight.T) + bias` in one kernel. CUDA only, without a gradient.
 
     Args:
-        x: `[B, I]`.
+        x: `[B, I]`, like all others bfloat16 and in row order: what is not is copied at each call.
         weight: `[O, I]`.
         norm: `[I]`, weight of a root mean square norm (arXiv:1910.07467) of x; or None.
         eps: of the norm.

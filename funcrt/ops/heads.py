@@ -90,10 +90,10 @@ def split(
     """
     batch, together = qkv.shape[0], heads + 2 * kv_heads
     width = qkv.shape[1] // together
-    inputs, lines = [qkv, waves.cosines, waves.sines], 0
-    if upcoming is not None:
+    inputs = [qkv, waves.cosines, waves.sines]
+    lines = 0 if upcoming is None else min(_MOST_LINES, upcoming.nbytes // _LINE)
+    if upcoming is not None and lines:
         inputs.append(upcoming)
-        lines = min(_MOST_LINES, upcoming.nbytes // _LINE)
     source = _SOURCE.replace("NEXT", "const T* next," if lines else "")
     shape = (batch, kv_heads, 1, width)
     q, k, v = kernels.run(

@@ -71,7 +71,8 @@ def run(
         source: CUDA without headers, with one function `extern "C" __global__ void NAME`. The
             types `bfloat` and `half` convert to float and from it.
         constants: what the source leaves open: numbers, and types.
-        inputs: pointers to arrays in row order come first among the arguments.
+        inputs: pointers to arrays in row order come first among the arguments. Kernels that read
+            16 bytes at once need them at multiples of that, where whole arrays begin.
         scalars: come last, after the outputs, as int; of a float its bits, see `__int_as_float`,
             since MLX refuses floats.
         outputs: shapes and dtypes.
@@ -88,8 +89,9 @@ def run(
         else f"constexpr int {key} = {int(value)};"
         for key, value in constants.items()
     ]
-    name = f"funcrt_{name}"
-    ptx = compile_ptx("\n".join((_PRELUDE, *lines, source.replace("NAME", name))))
+    source = "\n".join((_PRELUDE, *lines, source))
+    name = f"funcrt_{name}_{_digest(source)[:8]}"  # MLX may know kernels by their names alone
+    ptx = compile_ptx(source.replace("NAME", name))
     return mx.fast.precompiled_cuda_kernel(
         name=name,
         compiled_source=ptx,
@@ -104,6 +106,10 @@ def run(
     )
 
 
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()
+
+
 def _bits(value: float) -> int:
     (bits,) = struct.unpack("i", struct.pack("f", value))
     return int(bits)
@@ -113,7 +119,7 @@ def _bits(value: float) -> int:
 def compile_ptx(source: str) -> bytes:
     """PTX of a source, from disk if it was compiled before. Raises KernelError."""
     folder = user_cache() / "ptx"
-    file = folder / f"{hashlib.sha256(source.encode()).hexdigest()}.ptx"
+    file = folder / f"{_digest(_TARGET, _VERSION, source)}.ptx"
     try:
         return file.read_bytes()
     except OSError:
