@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks import ragged, sequence
 
 Result = Mapping[str, Any]
+Pick = Callable[[Result], float]
 GPU = "python -m benchmarks.cuda --steps"
 
 
@@ -30,14 +31,14 @@ class Goal:
     goal: str
     target: float
     file: str
-    pick: Callable[[Result], float]
+    pick: Pick
     command: str
     at_most: bool = False
     unit: str = "times"
     note: str = ""
 
 
-def ratio(what: str, ours: str, theirs: str, place: int = 0) -> Callable[[Result], float]:
+def ratio(what: str, ours: str, theirs: str, place: int = 0) -> Pick:
     """A ratio of a case that compares two subjects."""
 
     def pick(result: Result) -> float:
@@ -48,12 +49,19 @@ def ratio(what: str, ours: str, theirs: str, place: int = 0) -> Callable[[Result
     return pick
 
 
-def inverse(pick: Callable[[Result], float]) -> Callable[[Result], float]:
+def inverse(pick: Pick) -> Pick:
     """Ours over theirs, where the ratio is above 1 if ours is better."""
     return lambda result: 1 / pick(result)
 
 
-def share(subject: str, of: str, place: int = 0) -> Callable[[Result], float]:
+def worst(pick: Callable[..., Pick], *arguments: str) -> Callable[[Result], float]:
+    """The least of what a pick gives for the cases of a result: of a short and a long prompt."""
+    return lambda result: min(
+        pick(*arguments, place)(result) for place in range(len(result["cases"]))
+    )
+
+
+def share(subject: str, of: str, place: int = 0) -> Pick:
     """Percent of a measured bandwidth that a subject's decode steps reach."""
 
     def pick(result: Result) -> float:
@@ -63,13 +71,13 @@ def share(subject: str, of: str, place: int = 0) -> Callable[[Result], float]:
     return pick
 
 
-def _cpu(goal: str, target: float, pick: Callable[[Result], float], file: str, **more: Any) -> Goal:
+def _cpu(goal: str, target: float, pick: Pick, file: str, **more: Any) -> Goal:
     return Goal(
         f"CPU, {goal}", target, f"{file}.json", pick, f"python -m benchmarks.{file}", **more
     )
 
 
-def _gpu(goal: str, target: float, pick: Callable[[Result], float], step: str, **more: Any) -> Goal:
+def _gpu(goal: str, target: float, pick: Pick, step: str, **more: Any) -> Goal:
     return Goal(f"H200, {goal}", target, f"cuda-{step}.json", pick, f"{GPU} {step}", **more)
 
 
@@ -99,12 +107,24 @@ GOALS = [
         "4-bit checkpoint as published, one sequence: decode", 30,
         ratio("decode_tok_s", sequence.OURS, sequence.FOUR_BIT, 1), "sequence",
     ),
-    _cpu("ragged 8 requests", 5, ratio("tokens_per_s", ragged.OURS, ragged.BFLOAT16), "ragged"),
-    _gpu("1B bf16, one sequence: decode", 1.4, ratio("decode_tok_s", *_GPU), "1b"),
-    _gpu("8B bf16, one sequence: decode", 1.1, ratio("decode_tok_s", *_GPU), "8b"),
+    _cpu(
+        "ragged 8 requests, mlx-lm in bfloat16", 5,
+        ratio("tokens_per_s", ragged.OURS, ragged.BFLOAT16), "ragged",
+    ),
     _gpu(
-        "8B bf16, one sequence (stretch): share of the copy bandwidth", 80,
-        share("funcrt", "copy"), "8b", unit="%",
+        "1B bf16, one sequence of 128 and one of 2048 tokens, the worse: decode", 1.4,
+        worst(ratio, "decode_tok_s", *_GPU), "1b",
+    ),
+    _gpu(
+        "8B bf16, one sequence of 128 and one of 2048 tokens, the worse: decode", 1.1,
+        worst(ratio, "decode_tok_s", *_GPU), "8b",
+        note="1.47 after 128 tokens. After 2048 one block for two heads went through all of the "
+        "cache, 50 us in each layer; since this was measured, blocks share it.",
+    ),
+    _gpu(
+        "8B bf16, the same (stretch): share of the copy bandwidth", 80,
+        worst(share, "funcrt", "copy"), "8b", unit="%",
+        note="91 % after 128 tokens; after 2048 as above.",
     ),
     _gpu("1B bf16, ragged 64x128, batch 16", 2.5, ratio("tokens_per_s", *_GPU), "1b-ragged"),
     _gpu(
@@ -124,12 +144,12 @@ GOALS = [
     _cpu("step 8,000 against step 100", 1.02, lambda r: r["ratio"], "steps", at_most=True),
     _gpu("step 8,000 against step 100", 1.02, lambda r: r["ratio"], "steps", at_most=True),
     _cpu(
-        "peak memory, SmolLM2, mlx-lm in float32 too", 1.05,
+        "peak memory, SmolLM2 from a bundle, mlx-lm in float32 too", 1.05,
         inverse(ratio("peak_bytes", _BUNDLE, sequence.FLOAT32)), "sequence", at_most=True,
     ),
     _gpu(
-        "peak memory, 1B bf16", 1.05, inverse(ratio("peak_bytes", _BUNDLE, "mlx-lm")), "cold",
-        at_most=True,
+        "peak memory, 1B bf16 from a bundle", 1.05,
+        inverse(ratio("peak_bytes", _BUNDLE, "mlx-lm")), "cold", at_most=True,
     ),
 ]  # fmt: skip
 
