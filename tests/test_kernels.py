@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from funcrt.ops import kernels
 
+import mlx.core as mx
 import pytest
 
 PTX = """
@@ -69,3 +71,39 @@ def test_without_a_compiler_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch
     assert not kernels.are_there()
     with pytest.raises(kernels.KernelError, match="no CUDA compiler"):
         kernels.compile_ptx("a")
+
+
+def test_what_mlx_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict[str, Any]] = []
+    monkeypatch.setattr(kernels, "_compile", lambda source: source.encode())
+    monkeypatch.setattr(
+        mx.fast, "precompiled_cuda_kernel", lambda **given: told.append(given) or [mx.zeros((2,))]
+    )
+    x = mx.ones((2,), mx.bfloat16)
+    for width in (4, 8):
+        kernels.run(
+            "double", 'extern "C" __global__ void NAME(const T* x, T* y, int n, int scale) {}',
+            {"T": mx.bfloat16, "WIDTH": width, "FLAG": True}, [x], [7, 1.0],
+            [((2,), mx.bfloat16)], blocks=(3, 2, 1), threads=64, shared_memory=128,
+        )  # fmt: skip
+    first, second = told
+    source = first["compiled_source"].decode()
+    assert "using T = bfloat;\nconstexpr int WIDTH = 4;\nconstexpr int FLAG = 1;" in source
+    assert f"void {first['name']}(const T* x" in source
+    assert first["name"].startswith("funcrt_double_")
+    assert first["name"] != second["name"]  # MLX may know kernels by their names alone
+    assert first["scalars"] == [7, 0x3F800000]
+    assert first["grid"] == (192, 2, 1)
+    assert first["threadgroup"] == (64, 1, 1)
+    assert first["shared_memory"] == 128
+    assert first["output_shapes"] == [(2,)]
+    assert first["inputs"] == [x]
+
+
+def test_another_target_is_another_file(monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
+    monkeypatch.setattr(kernels, "_compile", lambda source: b"PTX")
+    kernels.compile_ptx("a")
+    kernels.compile_ptx.cache_clear()
+    monkeypatch.setattr(kernels, "_VERSION", ".version 9.0")
+    kernels.compile_ptx("a")
+    assert len(list(own_cache.iterdir())) == 2

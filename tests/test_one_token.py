@@ -84,7 +84,9 @@ def test_what_the_kernel_is_for():
 @pytest.mark.parametrize(
     "sizes",
     [(1, 32, 8, 1024, 64), (16, 32, 8, 300, 128), (3, 8, 1, 100, 256), (2, 28, 4, 257, 128),
-     (1, 8, 8, 512, 64), (1, 32, 8, 33000, 128), (5, 32, 8, 2304, 128), (2, 32, 8, 4096, 64)],
+     (1, 8, 8, 512, 64), (1, 32, 8, 33000, 128), (5, 32, 8, 2304, 128),
+     (2, 32, 8, 4096, 64), (2, 12, 4, 300, 64),
+     (1, 5, 1, 40, 128), (2, 14, 2, 3, 256)],
 )  # fmt: skip
 def test_the_kernel(sizes, dtype):
     """Near float32, and bit for bit what a row is alone, whatever its hidden slots hold."""
@@ -99,3 +101,14 @@ def test_the_kernel(sizes, dtype):
         assert mx.array_equal(one_token.attend(q, *spoiled, mask, scale), found)
     alone = one_token.attend(q[-1:], k[-1:], v[-1:], mask[-1:], scale)
     assert mx.array_equal(alone, found[-1:])
+
+
+@cuda_only
+def test_a_long_cache_that_holds_little():
+    """Most of the blocks that share it find nothing."""
+    q, k, v, mask = make(2, 32, 8, 33000, 128, mx.bfloat16)
+    mask = mx.broadcast_to(mx.arange(33000) < 10, mask.shape)
+    found = one_token.attend(q, k, v, mask, 0.1)
+    assert relative_error(found, plain(q, k, v, mask, 0.1)) < 5e-3
+    few = [array[:, :, :16] for array in (k, v)]
+    assert relative_error(found, plain(q, *few, mask[..., :16], 0.1)) < 5e-3
