@@ -3,7 +3,6 @@
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdbool.h>
-#include <stdlib.h>
 #include <string.h>
 
 typedef const float *in;
@@ -133,20 +132,12 @@ static struct {
     atomic_uint round; // counts the products
     atomic_int busy;   // helpers that may still look at the task
     int helpers, wanted, sleeping;
-    float *copy; // of x
-    long size;
 } pool = {.calling = PTHREAD_MUTEX_INITIALIZER,
           .lock = PTHREAD_MUTEX_INITIALIZER,
           .wake = PTHREAD_COND_INITIALIZER};
 
-static bool reserve(long size) {
-    if (pool.size < size) {
-        free(pool.copy);
-        pool.copy = aligned_alloc(64, size * sizeof(float));
-        pool.size = pool.copy ? size : 0;
-    }
-    return pool.copy;
-}
+// Of x, for who holds `calling`. Memory is taken up where something is written first.
+_Alignas(64) static float copy_of_x[MOST_ROWS * 16384];
 
 static void share_task(void) {
     long from, n = pool.task.n;
@@ -207,8 +198,8 @@ static bool few_rows(int m, int n, int k, in x, int ldx, in w, int ldw, float *y
         kernel(&task, 0, n);
         return true;
     }
-    if (m >= MANY_ROWS && reserve(m * k)) {
-        task.x = copy_rows(pool.copy, x, ldx, m, k);
+    if (m >= MANY_ROWS && (long)m * k <= (long)(sizeof copy_of_x / sizeof *copy_of_x)) {
+        task.x = copy_rows(copy_of_x, x, ldx, m, k);
         task.ldx = k;
     }
     int threads = TABLE[THREADS] ? ((int (*)(void))TABLE[THREADS])() : 1;
