@@ -3,7 +3,6 @@
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdbool.h>
-#include <stdlib.h>
 #include <string.h>
 
 typedef const float *in;
@@ -59,6 +58,13 @@ static in copy_rows(float *to, in from, long ld, long rows, long k) {
     return to;
 }
 
+// Clang unrolls loops over registers unasked; where asked, too late to keep sums in registers.
+#ifdef __clang__
+#define UNROLL
+#else
+#define UNROLL _Pragma("GCC unroll 4")
+#endif
+
 // Columns [from, to) of y. Each value is the sum over k in one order, whatever the other rows and
 // columns are: lane by lane in one register, then across its lanes. Many rows pass by an aligned
 // copy of some columns of w, because loads across cache lines take twice as long and MLX aligns to
@@ -67,20 +73,20 @@ static in copy_rows(float *to, in from, long ld, long rows, long k) {
     __attribute__((target(TARGET), always_inline)) static inline void NAME##_tile(                 \
         int rows, in x, long ldx, in w, long ldw, long k, float *y, long ldy) {                    \
         VECTOR sums[ROWS][COLUMNS];                                                                \
-        _Pragma("GCC unroll 4") for (int i = 0; i < rows; i++)                                     \
-            _Pragma("GCC unroll 4") for (int j = 0; j < COLUMNS; j++)                              \
+        UNROLL for (int i = 0; i < rows; i++)                                                      \
+            UNROLL for (int j = 0; j < COLUMNS; j++)                                               \
                 sums[i][j] = MM##_setzero_ps();                                                    \
         for (long p = 0; p < k; p += LANES) {                                                      \
             VECTOR a[ROWS];                                                                        \
-            _Pragma("GCC unroll 4") for (int i = 0; i < rows; i++)                                 \
+            UNROLL for (int i = 0; i < rows; i++)                                                  \
                 a[i] = MM##_loadu_ps(x + i * ldx + p);                                             \
-            _Pragma("GCC unroll 4") for (int j = 0; j < COLUMNS; j++) {                            \
+            UNROLL for (int j = 0; j < COLUMNS; j++) {                                             \
                 VECTOR b = MM##_loadu_ps(w + j * ldw + p);                                         \
-                _Pragma("GCC unroll 4") for (int i = 0; i < rows; i++)                             \
+                UNROLL for (int i = 0; i < rows; i++)                                              \
                     sums[i][j] = MM##_fmadd_ps(a[i], b, sums[i][j]);                               \
             }                                                                                      \
         }                                                                                          \
-        _Pragma("GCC unroll 4") for (int i = 0; i < rows; i++) {                                   \
+        UNROLL for (int i = 0; i < rows; i++) {                                                    \
             __m256 left = _mm256_hadd_ps(HALF(sums[i][0]), HALF(sums[i][1]));                      \
             __m256 right = _mm256_hadd_ps(HALF(sums[i][2]), HALF(sums[i][3]));                     \
             __m256 four = _mm256_hadd_ps(left, right);                                             \
@@ -133,20 +139,12 @@ static struct {
     atomic_uint round; // counts the products
     atomic_int busy;   // helpers that may still look at the task
     int helpers, wanted, sleeping;
-    float *copy; // of x
-    long size;
 } pool = {.calling = PTHREAD_MUTEX_INITIALIZER,
           .lock = PTHREAD_MUTEX_INITIALIZER,
           .wake = PTHREAD_COND_INITIALIZER};
 
-static bool reserve(long size) {
-    if (pool.size < size) {
-        free(pool.copy);
-        pool.copy = aligned_alloc(64, size * sizeof(float));
-        pool.size = pool.copy ? size : 0;
-    }
-    return pool.copy;
-}
+// Of x, for who holds `calling`. Memory is taken up where something is written first.
+_Alignas(64) static float copy_of_x[MOST_ROWS * 16384];
 
 static void share_task(void) {
     long from, n = pool.task.n;
@@ -207,8 +205,8 @@ static bool few_rows(int m, int n, int k, in x, int ldx, in w, int ldw, float *y
         kernel(&task, 0, n);
         return true;
     }
-    if (m >= MANY_ROWS && reserve(m * k)) {
-        task.x = copy_rows(pool.copy, x, ldx, m, k);
+    if (m >= MANY_ROWS && (long)m * k <= (long)(sizeof copy_of_x / sizeof *copy_of_x)) {
+        task.x = copy_rows(copy_of_x, x, ldx, m, k);
         task.ldx = k;
     }
     int threads = TABLE[THREADS] ? ((int (*)(void))TABLE[THREADS])() : 1;

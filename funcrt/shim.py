@@ -130,6 +130,7 @@ def _compile(source: str, file: Path) -> None:
                 "-pthread",
                 "-o",
                 str(library),
+                *("-x", "c"),  # c++ takes the file for C++ otherwise
                 str(code),
             ]
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import shutil
@@ -120,6 +121,15 @@ if child == 0:
 print(os.waitpid(child, 0)[1])
 """
 
+# Sums of ones; rows that lie on one another make 2**31 values of x out of 2**24.
+LONG_ROWS = """
+multiply(draw(12, 1024), draw(128, 1024))
+k = 1 << 24
+x, y = np.ones(k, np.float32), np.zeros((128, 4), np.float32)
+gemm(101, 111, 112, 128, 4, k, 1.0, x.ctypes.data, 0, x.ctypes.data, 0, 0.0, y.ctypes.data, 4)
+print((y == k).all())
+"""
+
 FAST = 'const char *bli_info_get_version_str(void) { return "9.9"; }\n'
 FAST += "long bli_info_get_blas_int_type_size(void) { return 32; }\n"
 WIDE = 'const char *openblas_get_config(void) { return "OpenBLAS 0.3.0 USE64BITINT"; }\n'
@@ -172,6 +182,12 @@ def test_one_row_products_follow_every_form_of_sgemm() -> None:
 def test_few_rows_are_what_each_is_alone_whoever_calls(threads: str) -> None:
     found = run_ok(GEMM + FEW_ROWS, FUNCRT_BLAS="scipy", OPENBLAS_NUM_THREADS=threads)
     assert found.splitlines() == ["True", "[True, True, True]", "0"]
+
+
+@needs_compiler
+@needs_avx2
+def test_rows_may_be_longer_than_any_copy() -> None:
+    assert run_ok(GEMM + LONG_ROWS, FUNCRT_BLAS="scipy") == "True\n"
 
 
 def test_none_warns_once_and_leaves_mlx_its_own() -> None:
@@ -298,6 +314,14 @@ def test_the_shim_is_made_once_and_privately(tmp_path: Path) -> None:
     folder.chmod(0o777)
     run_ok(PRODUCTS, **settings)
     assert list(folder.iterdir()) == []
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+def test_a_cpp_compiler_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shim, "_find_compilers", lambda: iter([["c++"]]))
+    file = tmp_path / "shim.so"
+    shim._compile(shim.make_source(["cblas_sgemm", *shim.EXTRA]), file)
+    assert hasattr(ctypes.CDLL(str(file)), "cblas_sgemm")
 
 
 def test_no_compiler_is_said(tmp_path: Path) -> None:
