@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from funcrt import low_rank
+from funcrt import low_rank, streams
 from funcrt.errors import ParamsError, some_of
 from funcrt.low_rank import Places
 from funcrt.machine import available_memory, is_on_cuda
@@ -182,14 +182,18 @@ def evaluate_in_turn(arrays: Iterable[mx.array]) -> None:
     """
     begun: deque[mx.array] = deque()
     size = 0
-    for array in arrays:
-        mx.async_eval(array)  # type: ignore[no-untyped-call]
-        begun.append(array)
-        size += array.nbytes
-        while size > _BYTES_AHEAD and len(begun) > 1:
-            size -= begun[0].nbytes
-            mx.eval(begun.popleft())
-    mx.eval(*begun)
+    try:
+        for array in arrays:
+            begun.append(array)
+            mx.async_eval(array)  # type: ignore[no-untyped-call]
+            size += array.nbytes
+            while size > _BYTES_AHEAD and len(begun) > 1:
+                size -= begun[0].nbytes
+                mx.eval(begun.popleft())
+        mx.eval(*begun)
+    except RuntimeError:
+        streams.drop_errors(len(begun) + 1)  # the others' may come later
+        raise
 
 
 def fingerprint(params: Mapping[str, mx.array], config: Mapping[str, object]) -> str:

@@ -84,7 +84,10 @@ class Bundle(CallForm):
 
     @cached_property
     def prepared(self) -> list[mx.array]:
-        """The weights that graphs take, made by the exported `prepare`."""
+        """The weights that graphs take, made by the exported `prepare`.
+
+        Raises BundleError where they cannot be read any more.
+        """
         entry = self.target.prepare_function()
         with streams.turn():
             made = list(self._import(entry)(*self._stored.values()))
@@ -95,7 +98,10 @@ class Bundle(CallForm):
             ):
                 raise BundleError(f"{self.folder}: {entry.file} returns other weights than listed")
             self._stored = {}  # not held beside what is made of them
-            evaluate_in_turn(made)
+            try:
+                evaluate_in_turn(made)
+            except RuntimeError as error:
+                raise BundleError(f"{self.folder}: cannot prepare its weights: {error}") from None
         return made
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 from collections.abc import Callable
@@ -341,6 +342,17 @@ def test_files_that_go_while_they_are_checked(
     with pytest.raises(BundleError, match=r"is missing|cannot read"):
         loader.open_bundle(copy)
     assert len(seen) > looks
+
+
+def test_weights_that_are_cut_after_opening(folder: Path, tmp_path: Path) -> None:
+    """One error, and none that is left for whoever evaluates something next."""
+    for number in range(12):
+        copy = shutil.copytree(folder, tmp_path / f"{number}.funcrt")
+        bundle = loader.open_bundle(copy)
+        os.truncate(copy / "params.safetensors", 20_000)
+        with pytest.raises(BundleError, match="cannot prepare its weights"):
+            _ = bundle.prepared
+        load_bundle(folder)
 
 
 def test_golden_values_that_change_after_loading(copy: Path) -> None:
