@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from funcrt import low_rank
+from funcrt import low_rank, streams
 from funcrt.errors import ParamsError, some_of
 from funcrt.low_rank import Places
 from funcrt.machine import available_memory, is_on_cuda
@@ -185,18 +185,23 @@ def evaluate_in_turn(arrays: Mapping[str, mx.array]) -> Iterator[str]:
     """
     begun: deque[str] = deque()
     size = 0
-    for name, array in arrays.items():
-        mx.async_eval(array)  # type: ignore[no-untyped-call]
-        begun.append(name)
-        size += array.nbytes
-        while size > _BYTES_AHEAD and len(begun) > 1:
+    try:
+        for name, array in arrays.items():
+            begun.append(name)
+            mx.async_eval(array)  # type: ignore[no-untyped-call]
+            size += array.nbytes
+            while size > _BYTES_AHEAD and len(begun) > 1:
+                done = begun.popleft()
+                size -= arrays[done].nbytes
+                mx.eval(arrays[done])
+                yield done
+        while begun:
             done = begun.popleft()
-            size -= arrays[done].nbytes
             mx.eval(arrays[done])
             yield done
-    for done in begun:
-        mx.eval(arrays[done])
-        yield done
+    except RuntimeError:
+        streams.drop_errors(len(begun) + 1)  # the others' may come later
+        raise
 
 
 def home_of(name: str, ready: Mapping[str, mx.array], fusions: Fusions) -> str:

@@ -84,7 +84,10 @@ class Bundle(CallForm):
 
     @cached_property
     def prepared(self) -> list[mx.array]:
-        """The weights that graphs take, made by the exported `prepare`."""
+        """The weights that graphs take, made by the exported `prepare`.
+
+        Raises BundleError where they cannot be read any more.
+        """
         entry = self.target.prepare_function()
         with streams.turn():
             made = list(self._import(entry)(*self._stored.values()))
@@ -93,8 +96,11 @@ class Bundle(CallForm):
             if len(made) != len(expected) or describe_arrays(ready) != expected:
                 raise BundleError(f"{self.folder}: {entry.file} returns other weights than listed")
             self._stored = {}  # not held beside what is made of them
-            for _ in evaluate_in_turn(ready):
-                pass
+            try:
+                for _ in evaluate_in_turn(ready):
+                    pass
+            except RuntimeError as error:
+                raise BundleError(f"{self.folder}: cannot prepare its weights: {error}") from None
         return made
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 from collections.abc import Callable
@@ -98,6 +99,16 @@ def test_paths_stay_inside(copy: Path, path: str) -> None:
 
 
 @pytest.mark.usefixtures("untouched")
+@pytest.mark.parametrize("name", [*FILES, "functions"])
+def test_links_in_a_circle(copy: Path, name: str) -> None:
+    (copy / name).rename(copy / "aside")
+    (copy / name).symlink_to((copy / name).name)
+    refuse(copy, "is missing|cannot read")
+    with pytest.raises(BundleError, match=r"is missing|cannot read"):
+        verify(copy)
+
+
+@pytest.mark.usefixtures("untouched")
 def test_links_stay_inside(copy: Path) -> None:
     outside = copy.parent / "outside.json"
     (copy / "tokenizer.json").rename(outside)
@@ -151,6 +162,25 @@ def test_added_fields_and_functions_are_passed_over(copy: Path) -> None:
 
     rewrite(copy, add)
     assert load_bundle(copy).manifest.schema_version == "3.7"
+
+
+def test_golden_calls_of_added_functions_are_passed_over(copy: Path) -> None:
+    """And what goes on from their state."""
+
+    def add(data: dict[str, Any]) -> None:
+        functions, calls = cpu(data)["functions"], cpu(data)["golden"]["cases"][0]["calls"]
+        functions.append({**functions[-1], "name": "shrink"})
+        first, *others = ((call["function"], call["tokens"]) for call in calls)
+        assert first in others  # what is not known any more is called once more
+        calls[0]["function"] = "shrink"
+
+    whole = len(verify(copy))
+    rewrite(copy, add)
+    checks = verify(copy)
+    assert all(check.passed for check in checks)
+    assert 0 < len(checks) < whole
+    rewrite(copy, lambda data: cpu(data)["functions"].pop())
+    refuse(copy, "golden call shrink of .* is not one of the plan")
 
 
 def cpu(data: dict[str, Any]) -> dict[str, Any]:
@@ -292,6 +322,37 @@ def test_a_folder_replaced_while_it_is_read_is_read_again(
 
     monkeypatch.setattr(files, "check_files", replace_first)
     assert load_bundle(copy).vocab_size
+
+
+@pytest.mark.usefixtures("untouched")
+@pytest.mark.parametrize("looks", [0, 1])
+def test_files_that_go_while_they_are_checked(
+    copy: Path, monkeypatch: pytest.MonkeyPatch, looks: int
+) -> None:
+    real, weights, seen = Path.stat, copy / "params.safetensors", []
+
+    def stat(path: Path, **options: Any) -> Any:
+        if path == weights:
+            seen.append(path)
+            if len(seen) > looks:
+                weights.unlink(missing_ok=True)
+        return real(path, **options)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    with pytest.raises(BundleError, match=r"is missing|cannot read"):
+        loader.open_bundle(copy)
+    assert len(seen) > looks
+
+
+def test_weights_that_are_cut_after_opening(folder: Path, tmp_path: Path) -> None:
+    """One error, and none that is left for whoever evaluates something next."""
+    for number in range(12):
+        copy = shutil.copytree(folder, tmp_path / f"{number}.funcrt")
+        bundle = loader.open_bundle(copy)
+        os.truncate(copy / "params.safetensors", 20_000)
+        with pytest.raises(BundleError, match="cannot prepare its weights"):
+            _ = bundle.prepared
+        load_bundle(folder)
 
 
 def test_golden_values_that_change_after_loading(copy: Path) -> None:

@@ -20,6 +20,7 @@ from funcrt.bundle.format.manifest import DIGEST, MANIFEST, FileEntry
 from funcrt.bundle.format.records import encode
 from funcrt.bundle.loader import open_bundle
 from funcrt.bundle.weights import load_stored
+from funcrt.cache.layout import slot_axis
 from funcrt.errors import BundleError, FuncrtError, ParamsError, SourceError
 from tests.bundle.mutations import mangle, mutate, mutate_file
 
@@ -67,10 +68,19 @@ def try_to_open(folder: Path) -> Bundle | str:
 
 
 def facts(bundle: Bundle) -> Any:
-    """What decides what a bundle computes."""
+    """What decides what a bundle computes.
+
+    Graphs take prepared weights and the cache by position: names only have to say what kind of
+    array one is. What stands in slots that hold nothing does not matter.
+    """
     target = bundle.target
+    cache = [
+        (entry.kind, entry.shape, entry.dtype, slot_axis(entry.name) is None and entry.fill)
+        for entry in bundle.cache_spec
+    ]
     return (
-        bundle.vocab_size, bundle.dtype, bundle.plan, bundle.cache_spec, target.prepared,
+        bundle.vocab_size, bundle.dtype, bundle.plan, cache,
+        [(spec.shape, spec.dtype) for spec in target.prepared],
         bundle.manifest.params.stored, bundle.tokenizer,
         {key: (entry.inputs, entry.state, entry.outputs, entry.grown, entry.params)
          for key, entry in target.step_functions().items()},
@@ -98,6 +108,21 @@ def test_mutated_manifests(tiny: Path, damaged: Path) -> None:
         elif facts(opened) != expected:
             assert not is_sound(damaged), f"seed {seed}"
     assert COUNT // 2 < refused < COUNT  # most are harm, some are not
+
+
+def test_names_of_what_goes_by_position_are_labels(tiny: Path, damaged: Path) -> None:
+    """What `facts` leaves out: bundles without it compute what was recorded."""
+    data = json.loads((tiny / MANIFEST).read_text())
+    target = data["targets"]["cpu"]
+    for spec in target["prepared"]:
+        spec["name"] += ".renamed"
+    for entry in target["cache"][1:]:
+        entry |= {"name": entry["name"].replace("layers.0", "layers.7"), "fill": 7}
+    write_manifest(damaged, json.dumps(data).encode())
+    bundle = open_bundle(damaged)
+    assert bundle.cache_spec != open_bundle(tiny).cache_spec
+    assert facts(bundle) == facts(open_bundle(tiny))
+    assert is_sound(damaged)
 
 
 def is_sound(folder: Path) -> bool:

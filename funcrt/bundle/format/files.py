@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import stat
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -64,13 +65,12 @@ def check_files(
     """
     root = folder.resolve()
     for name in (MANIFEST, DIGEST, *manifest.files):
-        if not (folder / name).resolve().is_relative_to(root):
+        # Not `resolve`, which raises RuntimeError where links lead in a circle.
+        if not Path(os.path.realpath(folder / name)).is_relative_to(root):
             raise BundleError(f"{folder / name} is a link out of the bundle; copy the file into it")
     for name, entry in manifest.files.items():
         path = folder / name
-        if not path.is_file():
-            raise BundleError(f"{path} is missing: {_AGAIN}")
-        if (size := path.stat().st_size) != entry.size:
+        if (size := _status(path).st_size) != entry.size:
             raise BundleError(
                 f"{path} is damaged: expected {entry.size} bytes, got {size}; {_AGAIN}"
             )
@@ -87,6 +87,17 @@ def check_files(
             raise BundleError(
                 f"{folder / name} is damaged: its header does not match {MANIFEST}; {_AGAIN}"
             )
+
+
+def _status(path: Path) -> os.stat_result:
+    """That of a file. Raises BundleError where there is none, or none any more."""
+    try:
+        status = path.stat()
+    except OSError:
+        status = None
+    if status is None or not stat.S_ISREG(status.st_mode):
+        raise BundleError(f"{path} is missing: {_AGAIN}")
+    return status
 
 
 def _check_hashes(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
@@ -192,5 +203,5 @@ def _record(digest: str) -> Path:
 
 def _state_of(path: Path) -> list[int]:
     """What changes when a file is written or replaced."""
-    status = path.stat()
+    status = _status(path)
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_dev, status.st_ino]

@@ -7,8 +7,9 @@ cache state in the order of `cache`. They return the entry's outputs and then th
 `manifest.json.sha256` holds the hash of the manifest's own bytes, in the form that
 `sha256sum --check` reads.
 
-Rules of `schema_version`: fields may be added within a major version and readers pass over those
-they do not know; another major version is refused.
+Rules of `schema_version`: fields and functions may be added within a major version and readers pass
+over those they do not know, golden calls of such functions included; another major version is
+refused.
 """
 
 from __future__ import annotations

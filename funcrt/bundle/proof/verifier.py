@@ -37,6 +37,7 @@ from funcrt.bundle.proof.certificate import (
 from funcrt.bundle.proof.invariances import check_invariances, count_invariances
 from funcrt.errors import BundleError, FuncrtError, SourceError, some_of
 from funcrt.machine import device_name
+from funcrt.steps import STEPS
 from funcrt.storage import load_arrays
 
 import mlx.core as mx
@@ -155,10 +156,14 @@ def _verify(bundle: Bundle, arrays: Mapping[str, mx.array]) -> Iterator[tuple[st
     """What was run, and the checks of it."""
     golden, compiled = bundle.target.golden, bundle.compiled()
     yield PREPARE, [_check_params(bundle, arrays)]
-    allowed: dict[str, float] = {}
     for place, seen in replay(compiled, golden, arrays):
-        allowed[place.key] = _allow(place.call.allowed)
         yield place.key, _check_call(place, seen, arrays)
+    allowed = {
+        f"{call.function}_{case.bucket(call)}": _allow(call.allowed)
+        for case in golden.cases
+        for call in case.calls
+        if call.function in STEPS
+    }
     longest = _find_lengths(bundle.config_values, bundle.max_positions)
     for check in check_invariances(compiled, lambda key: allowed[key], longest):
         yield f"{check.function} {check.check}", [check]
