@@ -34,6 +34,7 @@ from benchmarks.team import Team
 from benchmarks.weights import make_smollm2
 
 PLAN = {"batch": [1, 2, 8], "tokens": [8, 16, 48], "capacity": [64]}
+Plan = dict[str, list[int]]
 PROMPT_TOKENS = (3, 5, 8, 12, 18, 26, 36, 48)
 BATCHES = (1, 2, 4, 8)
 NEW_TOKENS, ROUNDS = 16, 3
@@ -144,33 +145,36 @@ def agreeing(runs: Sequence[Run], solo: Sequence[Run]) -> int:
     return sum(a == b for ours, alone in pairs for a, b in zip(ours["tokens"], alone["tokens"]))  # noqa: B905
 
 
-def make_specs(folders: Mapping[str, Path]) -> dict[str, Spec]:
+def make_specs(folders: Mapping[str, Path], plan: Plan) -> dict[str, Spec]:
     """The subjects that read SmolLM2."""
     dense, packed = str(folders["dense"]), str(folders["packed"])
     return {
         BFLOAT16: Spec("mlx-lm-batch", dense, dtype="bfloat16"),
         FLOAT32: Spec("mlx-lm-batch", dense, dtype="float32", same_blas=True),
-        OURS: Spec("compiled", packed, PLAN),
+        OURS: Spec("compiled", packed, plan),
         "funcrt-bundle": Spec("bundle", str(folders["bundle"])),
-        SOLO: Spec("compiled", packed, {**PLAN, "batch": [1]}),
+        SOLO: Spec("compiled", packed, {**plan, "batch": [1]}),
     }
 
 
-def run(batches: Sequence[int], names: Sequence[str] | None = None) -> dict[str, Any]:
+def run(
+    batches: Sequence[int], names: Sequence[str] | None = None, plan: Plan = PLAN
+) -> dict[str, Any]:
     """A case for each of `batches`, with other prompts in every round.
 
     Args:
         batches: how many of the requests arrive together.
         names: of the subjects; None is all of them.
+        plan: the declared buckets.
     """
     cases = []
     with tempfile.TemporaryDirectory() as scratch:
         note("making the model's folders and the bundle")
-        folders, ids = make_smollm2(Path(scratch), PLAN)
+        folders, ids = make_smollm2(Path(scratch), plan)
         # Two rounds first: the second one meets every bucket that the first one led to.
         each = 2 + ROUNDS
         prompts = cut(ids, PROMPT_TOKENS, each * len(batches))
-        specs = make_specs(folders)
+        specs = make_specs(folders, plan)
         with Team({name: specs[name] for name in names or specs}) as team:
             for i, batch in enumerate(batches):
                 places = spread(range(len(PROMPT_TOKENS)), batch)
@@ -182,7 +186,7 @@ def run(batches: Sequence[int], names: Sequence[str] | None = None) -> dict[str,
     return {
         **describe_run("benchmarks.ragged"),
         "model": "SmolLM2-135M",
-        "plan": PLAN,
+        "plan": plan,
         "cases": cases,
     }
 
@@ -229,7 +233,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.batches:
-        result = run(BATCHES, [FLOAT32, OURS, "funcrt-bundle"])
+        plan = {**PLAN, "batch": list(BATCHES)}
+        result = run(BATCHES, [FLOAT32, OURS, "funcrt-bundle"], plan)
     else:
         result = run([len(PROMPT_TOKENS)])
     name = "ragged-batches.json" if options.batches else "ragged.json"
