@@ -90,8 +90,6 @@ def test_every_kind_of_cache_passes(kind: str, dtype: str) -> None:
         expected = sorted(key for group in where for key in keys[group])
         assert sorted(row.function for row in rows if row.check == name) == expected
     assert {row.allowed for row in rows if row.check in BITWISE} == {0}
-    if dtype == "float32":  # pieces really were other calls; other shapes may give the same bits
-        assert max(row.measured for row in rows if row.check == "chunking") > 0
 
 
 def test_nothing_compiles_but_what_was_exported(bundle: Bundle) -> None:
