@@ -233,13 +233,11 @@ class Model(CallForm):
     def weight_bytes(self) -> tuple[int, int]:
         """Bytes of the prepared weights, and of stored ones that live beside them."""
         ready = self.prepare(self.params)  # lazy: only shapes and dtypes are looked at
-        homes = {
-            name: weights.home_of(name, ready, self.preparation.fusions) for name in self.params
-        }
+        homes = weights.find_homes(self.params, ready, self.preparation.fusions)
         kept = sum(
             array.nbytes
             for name, array in self.params.items()
-            if homes[name] not in ready or ready[homes[name]].dtype != array.dtype
+            if name not in homes or homes[name].dtype != array.dtype
         )
         return sum(array.nbytes for array in ready.values()), kept
 

@@ -30,8 +30,8 @@ import mlx.core as mx
 __all__ = [
     "FLOATS", "Fusions", "ParamSpec", "Params", "Preparation", "Quantization", "Transposed",
     "array_bytes", "cast", "check_params", "choose_dtype", "choose_preparation", "dequantize",
-    "dtype_name", "evaluate_in_turn", "fingerprint", "hash_bytes", "home_of", "packings", "prepare",
-    "quantization_of", "share_rows",
+    "dtype_name", "evaluate_in_turn", "find_homes", "fingerprint", "hash_bytes", "packings",
+    "prepare", "quantization_of", "share_rows",
 ]  # fmt: skip
 
 Params = dict[str, mx.array]
@@ -204,14 +204,16 @@ def evaluate_in_turn(arrays: Mapping[str, mx.array]) -> Iterator[str]:
         raise
 
 
-def home_of(name: str, ready: Mapping[str, mx.array], fusions: Fusions) -> str:
-    """Where a stored array is among the prepared ones: itself, or what it was stacked into."""
-    member, _, part = name.rpartition(".")
-    if name in ready:
-        return name
-    return next(
-        (f"{fused}.{part}" for fused, members in fusions.items() if member in members), name
-    )
+def find_homes(params: Params, ready: Params, fusions: Fusions) -> dict[str, mx.array]:
+    """The prepared arrays that stored ones are, or are stacked into; expanded ones have none."""
+    stacks = {member: fused for fused, members in fusions.items() for member in members}
+    homes = {}
+    for name in params:
+        member, _, part = name.rpartition(".")
+        home = name if name in ready else f"{stacks.get(member)}.{part}"
+        if home in ready:
+            homes[name] = ready[home]
+    return homes
 
 
 def share_rows(params: Params, ready: Mapping[str, mx.array], name: str, fusions: Fusions) -> None:

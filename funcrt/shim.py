@@ -122,17 +122,8 @@ def _compile(source: str, file: Path) -> None:
         code.write_text(source)
         problem = "no C compiler found (cc, gcc or clang)"
         for compiler in _find_compilers():
-            command = [
-                *compiler,
-                "-O2",
-                "-fPIC",
-                "-shared",
-                "-pthread",
-                "-o",
-                str(library),
-                *("-x", "c"),  # c++ takes the file for C++ otherwise
-                str(code),
-            ]
+            command = [*compiler, "-O2", "-fPIC", "-shared", "-pthread", "-o", str(library)]
+            command += ["-x", "c", str(code)]  # c++ takes the file for C++ otherwise
             try:
                 run = subprocess.run(
                     command, capture_output=True, text=True, timeout=60, check=False
