@@ -165,7 +165,7 @@ def test_a_call_costs_more_beside_its_tokens_on_a_gpu(monkeypatch):
     monkeypatch.setattr("funcrt.machine.is_on_gpu", lambda: False)
     assert choose_overhead() == 10
     monkeypatch.setattr("funcrt.machine.is_on_gpu", lambda: True)
-    assert choose_overhead() == 128
+    assert choose_overhead() == 512
 
 
 # --- compiled -------------------------------------------------------------------------------------

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -247,19 +249,28 @@ class Engine:
 
     def _stream(self, wishes: list[Wish]) -> Iterator[Chunk]:
         changed = threading.Event()  # one for all: a step that gives each a token wakes us once
+        news: deque[int] = deque()  # whose, so that nobody looks at those that wait for their turn
+
+        def hear(index: int) -> None:
+            news.append(index)
+            changed.set()
+
         handles: list[Handle] = []
         try:
             for index, wish in enumerate(wishes):
-                handles.append(self._submit(index, wish, listener=changed.set))
-            seen = dict.fromkeys(handles, 0)
+                handles.append(self._submit(index, wish, listener=partial(hear, index)))
+            seen = dict.fromkeys(range(len(handles)), 0)
             while seen:
                 changed.wait()
                 changed.clear()
-                for handle in list(seen):
-                    for chunk in handle.since(seen[handle]):
-                        seen[handle] += 1
+                while news:
+                    index = news.popleft()
+                    if index not in seen:  # an earlier look found all that it got
+                        continue
+                    for chunk in handles[index].since(seen[index]):
+                        seen[index] += 1
                         if chunk.finish_reason:
-                            del seen[handle]
+                            del seen[index]
                         yield chunk
         finally:
             _cancel(handles)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from funcrt import cache
@@ -81,8 +81,12 @@ class PrefixPool:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def keep(self, request: Request, state: CacheState, row: int) -> None:
-        """Keep a copy of a finished row, if it can be of use."""
+    def keep(self, finished: Mapping[int, Request], state: CacheState) -> None:
+        """Keep copies of finished rows, of those that can be of use."""
+        copies = [self._keep(request, state, row) for row, request in finished.items()]
+        mx.eval([copy for copy in copies if copy])  # the next call writes what they are copied from
+
+    def _keep(self, request: Request, state: CacheState, row: int) -> CacheState | None:
         tokens = request.sequence[: request.cached]
         length = len(tokens)  # fewer than cached where a text ended among accepted guesses
         capacity = choose_capacity(self._plan, self._spec, request.cached)
@@ -94,12 +98,11 @@ class PrefixPool:
             or not self._rewind.allows(request.written, length)
             or any(shared(e.tokens, tokens) == length for e in self._like(tokens, request.adapter))
         ):
-            return
+            return None
         self._shrink(self._limit - nbytes)  # before there are both
         copied = copy_row(state, row, min(capacity, cache.state_size(state)[1]))
         if length < request.cached:
             copied = cache.trim(copied, request.cached - length)
-        mx.eval(copied)
         if self._rewind.is_free:  # a shorter row that this one contains is of no more use
             for other in list(self._like(tokens, request.adapter)):
                 if shared(other.tokens, tokens) == len(other.tokens):
@@ -108,6 +111,7 @@ class PrefixPool:
         self._entries[entry] = None
         self._by_start.setdefault(_start(tokens, entry.adapter), set()).add(entry)
         self.nbytes += nbytes
+        return copied
 
     def bound(self, spare: int) -> None:
         """Keep within `spare` bytes as long as nothing else is said."""

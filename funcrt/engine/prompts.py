@@ -19,21 +19,20 @@ from funcrt.sampling import Sampled
 
 import mlx.core as mx
 
-# A call of so many times the overhead spends nearly all of its time on tokens; on a CPU, where it
-# holds up the others for a second, most of it.
-_WHOLE_CALL = {mx.DeviceType.cpu: 4, mx.DeviceType.gpu: 16}
+_WHOLE_CALL = 4  # times the overhead: such a call spends most of its time on tokens
 
 
 def most_places(plan: BucketPlan) -> int:
     """Tokens of the largest call of several prompts; a call of one may have more."""
-    return max(plan.tokens[-1], _WHOLE_CALL[mx.default_device().type] * choose_overhead())
+    return max(plan.tokens[-1], _WHOLE_CALL * choose_overhead())
 
 
 class Prefilling:
     """Requests whose prompt is not all in the cache yet.
 
-    Each has a state of one row to itself. For a call some of these are stacked in a bucket; rows
-    whose prompt is done are then handed over, the others wait for their next turn.
+    Each that holds something has a state of one row to itself. For a call some of these are
+    stacked in a bucket; rows whose prompt is done are then handed over, the others wait for their
+    next turn.
 
     Args:
         compiled: the step functions.
@@ -66,7 +65,7 @@ class Prefilling:
         batch = self._plan.choose_batch(len(group))
         longest = max(r.cached + n for r, n in zip(group, counts, strict=True))
         capacity = choose_capacity(self._plan, self._spec, longest)
-        state = stack(self._spec, [_take_row(request) for request in group], batch, capacity)
+        state = self._gather(group, batch, capacity)
         is_first = not any(request.cached for request in group)
         chunks = {}
         for row, (request, count) in enumerate(zip(group, counts, strict=True)):
@@ -91,6 +90,7 @@ class Prefilling:
                 self.requests.remove(request)
             else:
                 request.row = copy_row(state, row)
+        mx.eval([request.row for request in group if request.row is not None])
         call.seconds = time.perf_counter() - begin
         return call, state
 
@@ -132,14 +132,27 @@ class Prefilling:
         ]
         return any(soon) and max(soon) >= self._find_prefix(request)[1] + LEAST_SHARED
 
+    def _gather(self, group: Sequence[Request], batch: int, capacity: int) -> CacheState:
+        """The rows of a call in one bucket, none of which belongs to anybody else."""
+        if any(request.row is not None for request in group):
+            rows = [_take_row(request) or self._make_empty([request]) for request in group]
+            return stack(self._spec, rows, batch, capacity)
+        return self._make_empty(group, batch, capacity)
+
+    def _make_empty(
+        self, group: Sequence[Request], batch: int = 1, capacity: int | None = None
+    ) -> CacheState:
+        capacity = choose_capacity(self._plan, self._spec, 1) if capacity is None else capacity
+        state = cache.init_cache(self._spec, batch, capacity)
+        if any(request.adapter for request in group):
+            adapters = [request.adapter for request in group]
+            state[ROWS] = mx.array(adapters + [0] * (batch - len(group)), dtype=mx.int32)
+        return state
+
     def _start(self, request: Request) -> None:
-        """A row for a request, with the longest beginning of its prompt that is cached."""
+        """The longest beginning of a prompt that is cached, as the row of its request."""
         source, length = self._find_prefix(request)
         if source is None:
-            capacity = choose_capacity(self._plan, self._spec, 1)
-            request.row = cache.init_cache(self._spec, 1, capacity)
-            if request.adapter:  # a row that is forked has it already
-                request.row[ROWS] = mx.array([request.adapter], dtype=mx.int32)
             return
         if isinstance(source, Prefix):
             row, held = source.state, len(source.tokens)
@@ -167,7 +180,9 @@ class Prefilling:
         if request.row is not None:
             return request.row
         assert self._running.state is not None
-        return copy_row(self._running.state, self._running.requests.index(request))
+        copied = copy_row(self._running.state, self._running.requests.index(request))
+        mx.eval(copied)  # nothing may hold the state when the next step writes it
+        return copied
 
     def _sample(self, logits: mx.array, group: Sequence[Request], batch: int) -> Sampled:
         """The first new tokens of prompts that are done; at those of the others nobody looks."""
@@ -179,8 +194,7 @@ class Prefilling:
         return self._compiled.sample(logits, positions, settings)._replace(logits=logits)
 
 
-def _take_row(request: Request) -> CacheState:
-    """The row of a request, which then belongs to the caller alone."""
+def _take_row(request: Request) -> CacheState | None:
+    """The row of a request, if it holds something, which then belongs to the caller alone."""
     row, request.row = request.row, None
-    assert row is not None
     return row

@@ -132,7 +132,7 @@ class Rows:
 
 
 def copy_row(state: CacheState, row: int, capacity: int | None = None) -> CacheState:
-    """A state of one row, evaluated: nothing keeps the others' arrays.
+    """A state of one row. Once it is evaluated, nothing keeps the others' arrays.
 
     Args:
         state: of any number of rows.
@@ -149,7 +149,6 @@ def copy_row(state: CacheState, row: int, capacity: int | None = None) -> CacheS
         if axis is not None:  # whatever is in the new scratch slot: nothing sees it
             cut[axis] = slice(capacity)
         copied[name] = mx.contiguous(array[tuple(cut)])
-    mx.eval(copied)
     return copied
 
 

@@ -8,7 +8,7 @@ either of them gives is delivered before the other begins.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from funcrt.cache import CacheState
 from funcrt.compiled import Compiled
@@ -163,10 +163,9 @@ class Scheduler:
     def _prefill(self) -> None:
         call, state = self._prompts.prefill()
         new = self._record(call)
+        self._prefixes.keep(_finished(call.rows), state)
         seats = [call.rows.get(row) for row in range(call.bucket.batch)]
         for row, request in call.rows.items():
-            if request.finished:
-                self._prefixes.keep(request, state, row)
             if request.finished or request not in call.choices:
                 seats[row] = None
         self._seat(seats, state)
@@ -188,9 +187,7 @@ class Scheduler:
     def _decode(self) -> None:
         call = self._decoding.decode()
         new = self._record(call)
-        for request in call.rows.values():
-            if request.finished:
-                self._retire(request)
+        self._retire(_finished(call.rows))
         self._count(call, new)
 
     # --- results ---------------------------------------------------------------------------------
@@ -247,14 +244,20 @@ class Scheduler:
             self._prompts.requests.remove(request)
             request.row = None
         elif request in self._running.requests:
-            self._retire(request)
+            self._retire({self._running.requests.index(request): request})
 
-    def _retire(self, request: Request) -> None:
-        """Free the row of a request, and keep what it holds for prompts that begin like it."""
-        row = self._running.requests.index(request)
+    def _retire(self, rows: Mapping[int, Request]) -> None:
+        """Free rows, and keep what they hold for prompts that begin like theirs."""
+        if not rows:
+            return
         assert self._running.state is not None
-        self._prefixes.keep(request, self._running.state, row)
-        self._running.release(row)
+        self._prefixes.keep(rows, self._running.state)
+        for row in rows:
+            self._running.release(row)
+
+
+def _finished(rows: Mapping[int, Request]) -> dict[int, Request]:
+    return {row: request for row, request in rows.items() if request.finished}
 
 
 def _ends(chunk: Chunk | BaseException) -> bool:

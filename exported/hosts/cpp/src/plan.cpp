@@ -40,6 +40,6 @@ int choose_chunk(const Plan& plan, int pending, int overhead) {
   return first;
 }
 
-int choose_overhead() { return mlx::core::default_device() == mlx::core::Device::cpu ? 10 : 128; }
+int choose_overhead() { return mlx::core::default_device() == mlx::core::Device::cpu ? 10 : 512; }
 
 }  // namespace funcrt
