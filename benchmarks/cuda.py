@@ -150,8 +150,8 @@ def run_ragged(
     for batch in batches:
         lengths = ragged.spread(range(shortest, longest + 1), min(REQUESTS, 4 * batch))
         plan = {
-            "batch": sorted({1, max(1, batch // 4), batch}),
-            "tokens": sorted({sizes.tokens(n) for n in (32, 128, 512)}),
+            "batch": sorted({1, *(max(1, batch // n) for n in (8, 4, 2)), batch}),
+            "tokens": sorted({sizes.tokens(n) for n in (32, 128, 256, 512)}),
             "capacity": sorted({capacity(shortest + new), capacity(256), capacity(longest + new)}),
         }
         specs = {

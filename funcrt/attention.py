@@ -7,6 +7,8 @@ new instead of all slots, through a mask of T x T.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from funcrt import ops
 from funcrt.cache import CacheState, Placement, find_sight, give_sight, write, write_rows
 from funcrt.cache.layout import PARTS, kv_group_size
@@ -98,6 +100,8 @@ class Attend:
             self._write(f"{name}.{part}", new, self._call.slots)
             for part, new in zip(PARTS, (k, v), strict=True)
         )
+        if window is None and self._has_kernel(q, keys, values, scoring):
+            return one_token.attend(q, keys, values, self._held, scale)
         return self._look(q, keys, values, scoring, window, both_sides, None)
 
     def latent(
@@ -196,12 +200,21 @@ class Attend:
         mask, key = self._mask(window, both_sides, ring), (window, both_sides, ring, q.dtype)
         if scoring.softcap is not None:
             return attend_by_products(q, Dense(keys), Dense(values), mask, scoring)
-        plain = scoring.sinks is None and self._call.causal
-        if plain and kernels.are_there() and one_token.supports(q, keys, values):
+        if self._has_kernel(q, keys, values, scoring):
             return one_token.attend(q, keys, values, mask, scoring.scale)
         if key not in self._hiding:
             self._hiding[key] = hide(mask, q.dtype)
         return attend(q, keys, values, self._hiding[key], scoring)
+
+    def _has_kernel(self, q: mx.array, keys: mx.array, values: mx.array, scoring: Scoring) -> bool:
+        """Whether `ops.one_token` is for this, which does not differentiate: causal calls only."""
+        plain = scoring.sinks is None and scoring.softcap is None and self._call.causal
+        return plain and kernels.are_there() and one_token.supports(q, keys, values)
+
+    @cached_property
+    def _held(self) -> one_token.Held:
+        assert self._call.seen is not None
+        return one_token.Held(self._call.slots[:, 0], self._call.seen[:, 0])
 
     def _slots_in_ring(self, ring: int) -> mx.array:
         """Int32 `[B, T]`: where each packed token is written; the ring's scratch for padding."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ from funcrt import BucketPlan
 from funcrt.config.rope import RopeConfig
 from funcrt.low_rank import LORA_A, LORA_B
 from funcrt.model import Model
-from funcrt.ops import few_rows, heads, kernels
+from funcrt.ops import few_rows, heads, kernels, one_token
 from funcrt.ops.attention import split_heads
 from funcrt.ops.rotary import make_rotary
 from tests.helpers import TINY, make_params, relative_error
@@ -36,13 +37,20 @@ def pure(x, weight, *, norm=None, eps=0.0, gated=False, bias=None, residual=None
     return y if residual is None else y + residual.astype(mx.float32)
 
 
-def pure_split(qkv, count, kv_heads, waves, upcoming=None):
-    assert upcoming is None or upcoming.ndim == 2
+def pure_split(qkv, count, kv_heads, waves):
     qk, v = mx.split(split_heads(qkv, count + 2 * kv_heads), [count + kv_heads], axis=1)
     cos, sin = (wave[:, None, None] for wave in (waves.cosines, waves.sines))
     turning, rest = mx.split(qk, [2 * cos.shape[-1]], axis=-1)
-    low, high = mx.split(turning.astype(mx.float32), 2, axis=-1)
-    turned = mx.concatenate([low * cos - high * sin, low * sin + high * cos], axis=-1)
+    turning = turning.astype(mx.float32)
+    if waves.interleaved:
+        low, high = turning[..., ::2], turning[..., 1::2]
+    else:
+        low, high = mx.split(turning, 2, axis=-1)
+    halves = [low * cos - high * sin, low * sin + high * cos]
+    if waves.interleaved:
+        turned = mx.stack(halves, axis=-1).flatten(-2)
+    else:
+        turned = mx.concatenate(halves, axis=-1)
     q, k = mx.split(mx.concatenate([turned.astype(qk.dtype), rest], axis=-1), [count], axis=1)
     return q, k, v
 
@@ -53,7 +61,7 @@ def calls(monkeypatch) -> Counter[str]:
     counted: Counter[str] = Counter()
 
     def multiply(*arrays: mx.array, **more: Any) -> mx.array:
-        given = [name for name, value in more.items() if isinstance(value, mx.array) or value]
+        given = sorted(k for k, value in more.items() if isinstance(value, mx.array) or value)
         counted["+".join(given)] += 1
         return pure(*arrays, **more)
 
@@ -61,9 +69,16 @@ def calls(monkeypatch) -> Counter[str]:
         counted["split"] += 1
         return pure_split(*arguments)
 
+    def multiply_heads(x, weight, count, kv_heads, waves, **more: Any) -> tuple[mx.array, ...]:
+        given = sorted(name for name, value in more.items() if value is not None)
+        counted["+".join(("heads", *given))] += 1
+        return pure_split(pure(x, weight, **more).astype(x.dtype), count, kv_heads, waves)
+
     monkeypatch.setattr(kernels, "are_there", lambda: True)
     monkeypatch.setattr(few_rows, "supports", lambda x, weight: x.ndim == 2)
     monkeypatch.setattr(few_rows, "multiply", multiply)
+    monkeypatch.setattr(few_rows, "supports_heads", lambda width, waves: True)
+    monkeypatch.setattr(few_rows, "multiply_heads", multiply_heads)
     monkeypatch.setattr(heads, "split", split)
     return counted
 
@@ -85,10 +100,10 @@ def decode(model: Model) -> mx.array:
 def test_fused_parts_give_what_plain_ones_do(calls, monkeypatch):
     model = Model(TINY, make_params(TINY))
     fused = decode(model)
-    times = calls["split"]
+    times = calls["heads+eps+norm"]
     assert times >= 3 * LAYERS
     assert calls == {
-        "norm+eps": times, "norm+eps+gated": times, "residual": 2 * times, "split": times,
+        "heads+eps+norm": times, "eps+gated+norm": times, "residual": 2 * times,
     }  # fmt: skip
     monkeypatch.setattr(kernels, "are_there", lambda: False)
     assert relative_error(fused, decode(model)) < 1e-5
@@ -98,9 +113,11 @@ def test_biases_and_activations_are_not_lost(calls, monkeypatch):
     config = replace(TINY, attention_bias=True, mlp_bias=True, hidden_act="gelu")
     model = Model(config, make_params(config))
     fused = decode(model)
-    times = calls["split"]
+    times = calls["heads+bias+eps+norm"]
     # Queries, keys and values, then gate and up; what attention and MLP give.
-    assert calls == {"norm+eps+bias": 2 * times, "bias+residual": 2 * times, "split": times}
+    assert calls == {
+        "heads+bias+eps+norm": times, "bias+eps+norm": times, "bias+residual": 2 * times,
+    }  # fmt: skip
     monkeypatch.setattr(kernels, "are_there", lambda: False)
     assert relative_error(fused, decode(model)) < 1e-5
 
@@ -124,10 +141,8 @@ def test_changes_beside_matrices_are_not_lost(calls, monkeypatch):
             params[name + part] = mx.random.normal(shape, key=mx.random.key(i)) * 0.1
     model = Model(TINY, params)
     fused = decode(model)
-    times = calls["split"]
-    assert calls == {
-        "norm+eps": times, "norm+eps+gated": times, "residual": times, "split": times,
-    }  # fmt: skip
+    times = calls["heads+eps+norm"]
+    assert calls == {"heads+eps+norm": times, "eps+gated+norm": times, "residual": times}
     monkeypatch.setattr(kernels, "are_there", lambda: False)
     assert relative_error(fused, decode(model)) < 1e-5
 
@@ -147,7 +162,8 @@ def test_other_ropes_are_left_alone(calls, monkeypatch, rope):
     model = Model(replace(TINY, rope=rope), make_params(TINY))
     fused = decode(model)
     assert calls["residual"]
-    assert not calls["split"]
+    assert calls["eps+norm"]
+    assert not any(name == "split" or name.startswith("heads") for name in calls)
     monkeypatch.setattr(kernels, "are_there", lambda: False)
     assert relative_error(fused, decode(model)) < 1e-5
 
@@ -172,22 +188,52 @@ def test_a_bias_of_another_dtype_is_cast(calls, monkeypatch):
     assert set(given) == {mx.bfloat16}
 
 
-@pytest.mark.parametrize("shape", [(2, 16), (256, 192)])
-def test_a_kernel_gets_as_many_arrays_as_it_names(monkeypatch, shape):
-    ran: list[tuple[str, int]] = []
+def turn(width: int, rope: RopeConfig, positions: list[int]) -> heads.Waves:
+    offset = mx.array(positions, mx.int32)
+    waves = heads.make_waves(make_rotary(rope, width, offset, offset + 1, 1, None))
+    assert waves is not None
+    return waves
+
+
+@pytest.fixture
+def launched(monkeypatch) -> list[dict[str, Any]]:
+    """What kernels are launched with, instead of launching them."""
+    found: list[dict[str, Any]] = []
 
     def run(name, source, constants, inputs, scalars, results, **launch):
-        ran.append((source, len(inputs)))
+        found.append(
+            {**constants, **launch, "source": source, "inputs": inputs, "results": results,
+             "scalars": scalars}
+        )  # fmt: skip
         return [mx.zeros(shape, dtype) for shape, dtype in results]
 
     monkeypatch.setattr(kernels, "run", run)
-    offset = mx.array([3], mx.int32)
-    waves = heads.make_waves(make_rotary(RopeConfig(theta=1e4), 16, offset, offset + 1, 1, None))
-    assert waves is not None
-    heads.split(mx.zeros((1, 4 * 16)), 2, 1, waves, mx.zeros(shape, mx.bfloat16))
-    ((source, count),) = ran
-    named = source.partition("NAME(")[2].partition(")")[0].count("const ")
-    assert count == named
+    return found
+
+
+@pytest.mark.parametrize("slots", [64, 8192])
+def test_kernels_get_as_many_arrays_as_they_name(launched, slots):
+    waves, numbers = turn(64, RopeConfig(theta=1e4), [3]), mx.zeros((1,), mx.int32)
+    x, weight, ones = (mx.zeros(s, mx.bfloat16) for s in ((1, 128), (256, 128), (128,)))
+    q, k = (mx.zeros((1, n, size, 64), mx.bfloat16) for n, size in ((2, 1), (1, slots)))
+    heads.split(mx.zeros((1, 4 * 64)), 2, 1, waves)
+    few_rows.multiply_heads(x, weight, 2, 1, waves, norm=ones, bias=mx.zeros((256,), mx.bfloat16))
+    few_rows.multiply_heads(x, weight, 2, 1, waves)
+    few_rows.multiply(x, weight, norm=ones, residual=mx.zeros((1, 256), mx.bfloat16))
+    few_rows.multiply(x, weight, gated=True)
+    for shown in (one_token.Held(numbers, numbers), mx.zeros((1, 1, 1, slots), mx.bool_)):
+        assert one_token.attend(q, k, k, shown, 1.0).shape == q.shape
+    for kernel in launched:
+        arguments = kernel["source"].partition("NAME(")[2].partition(")")[0].split(",")
+        reads = [a for a in arguments if a.strip().startswith("const ")]
+        writes = [a for a in arguments if "*" in a and a not in reads]
+        assert len(reads) == len(kernel["inputs"])
+        assert len(writes) == len(kernel["results"])
+        assert len(arguments) == len(reads) + len(writes) + len(kernel["scalars"])
+        # No word that stands for a piece of a source is left.
+        capitals = set(re.findall(r"\b[A-Z]{2,}\b", kernel["source"])) - set(kernel)
+        assert not capitals - {"NAME", "ALL", "NOTHING", "LANES", "TOGETHER", "STEP", "OUTPUTS",
+                               "EIGHTS", "WIDE", "KEPT", "LINES"}  # fmt: skip
 
 
 def test_the_contract_itself_stays_differentiable(calls):
@@ -217,14 +263,7 @@ def test_what_the_kernel_is_for():
 @pytest.mark.parametrize("rows", [1, 2, 8, 9, 16])
 @pytest.mark.parametrize("outputs", [64, 8192])
 @pytest.mark.parametrize("gated", [False, True])
-def test_blocks_fit_every_gpu_and_sums_do_not_depend_on_the_rows(monkeypatch, rows, outputs, gated):
-    launched: list[dict[str, Any]] = []
-
-    def run(name, source, constants, inputs, scalars, results, **launch):
-        launched.append({**constants, **launch})
-        return [mx.zeros(shape, dtype) for shape, dtype in results]
-
-    monkeypatch.setattr(few_rows.kernels, "run", run)
+def test_blocks_fit_every_gpu_and_sums_do_not_depend_on_the_rows(launched, rows, outputs, gated):
     weight, norm = mx.zeros((outputs, 2048), mx.bfloat16), mx.zeros((2048,), mx.bfloat16)
     for count in (rows, 1):
         x = mx.zeros((count, 2048), mx.bfloat16)
@@ -235,7 +274,22 @@ def test_blocks_fit_every_gpu_and_sums_do_not_depend_on_the_rows(monkeypatch, ro
     assert some["shared_memory"] <= 96 * 1024
     kept = 16 if gated else 16 * some["TILES"]
     assert some["blocks"] == (out.shape[1] // kept, 1, 1)
-    assert {k: some[k] for k in ("TILES", "WARPS")} == {k: one[k] for k in ("TILES", "WARPS")}
+    assert some["WARPS"] == one["WARPS"]
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("kv_heads", [2, 16])
+def test_blocks_of_heads_fit_every_gpu(launched, rows, kv_heads):
+    waves, count = turn(64, RopeConfig(theta=1e4), [0] * rows), 2 * kv_heads
+    x = mx.zeros((rows, 2048), mx.bfloat16)
+    weight = mx.zeros(((count + 2 * kv_heads) * 64, 2048), mx.bfloat16)
+    norm = mx.zeros((2048,), mx.bfloat16)
+    found = few_rows.multiply_heads(x, weight, count, kv_heads, waves, norm=norm, eps=1e-5)
+    assert [a.shape[1] for a in found] == [count, kv_heads, kv_heads]
+    (kernel,) = launched
+    assert kernel["STAGES"] >= 2
+    assert kernel["shared_memory"] <= 96 * 1024
+    assert kernel["blocks"] == (weight.shape[0] // 32, 1, 1)
 
 
 CASES = {
@@ -280,19 +334,56 @@ def test_products(inputs, outputs, rows, case):
     RopeConfig(theta=5e5), RopeConfig(theta=1e4, partial=0.5),
     RopeConfig(theta=1e4, partial=0.5, interleaved=True),
 ])  # fmt: skip
-@pytest.mark.parametrize("fetches", [False, True])
-def test_heads(dtype, rope, fetches):
+def test_heads(dtype, rope):
     """What MLX's own kernel makes of them, but for the last bit."""
     offset = mx.array([0, 5, 3000], mx.int32)
     rotary = make_rotary(rope, 64, offset, offset + 1, 1, None)
     qkv = mx.random.normal((3, 12 * 64), key=mx.random.key(0)).astype(dtype)
-    upcoming = mx.zeros((256, 192), dtype) if fetches else None
     waves = heads.make_waves(rotary)
     assert waves is not None
-    found = heads.split(qkv, 8, 2, waves, upcoming)
+    found = heads.split(qkv, 8, 2, waves)
     qk, v = mx.split(split_heads(qkv, 12), [10], axis=1)
     q, k = mx.split(rotary(qk), [8], axis=1)
     ulp = {mx.bfloat16: 4e-3, mx.float16: 5e-4, mx.float32: 1e-6}[dtype]
     for a, b in zip(found[:2], (q, k), strict=True):
         assert relative_error(a, b) < ulp
     assert mx.array_equal(found[2], v)
+
+
+@pytest.mark.parametrize(("width", "rope", "fits"), [
+    (64, RopeConfig(theta=1e4), True), (64, RopeConfig(theta=1e4, partial=0.5), True),
+    (80, RopeConfig(theta=1e4), False), (64, RopeConfig(theta=1e4, partial=0.25), False),
+])  # fmt: skip
+def test_which_heads_the_kernel_is_for(width, rope, fits):
+    assert few_rows.supports_heads(width, turn(width, rope, [0])) is fits
+
+
+@cuda_only
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("rope", [
+    RopeConfig(theta=5e5), RopeConfig(theta=1e4, partial=0.5),
+    RopeConfig(theta=5e5, interleaved=True), RopeConfig(theta=1e4, partial=0.5, interleaved=True),
+])  # fmt: skip
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("sizes", [(8, 2, 192), (32, 8, 2048), (4, 4, 64)])
+def test_heads_of_products(width, rope, bias, sizes):
+    """What product and split give, one after the other; a row is bit for bit what it is alone."""
+    count, kv_heads, inputs = sizes
+    outputs, rows = (count + 2 * kv_heads) * width, 16
+    keys = [mx.random.key(seed) for seed in range(4)]
+    x = (3 * mx.random.normal((rows, inputs), key=keys[0])).astype(mx.bfloat16)
+    weight = (mx.random.normal((outputs, inputs), key=keys[1]) * inputs**-0.5).astype(mx.bfloat16)
+    more: dict[str, Any] = {"norm": mx.random.normal((inputs,), key=keys[2]).astype(mx.bfloat16)}
+    more |= {"eps": 1e-5}
+    more["bias"] = mx.random.normal((outputs,), key=keys[3]).astype(mx.bfloat16) if bias else None
+    waves = turn(width, rope, [0, 1, 5, 3000] * 4)
+    found = few_rows.multiply_heads(x, weight, count, kv_heads, waves, **more)
+    product = pure(x, weight, **more).astype(mx.bfloat16)
+    for a, b in zip(found, pure_split(product, count, kv_heads, waves), strict=True):
+        assert a.shape == b.shape
+        assert relative_error(a, b) < 8e-3
+    for rows in (8, 1):
+        some = heads.Waves(waves.cosines[-rows:], waves.sines[-rows:], waves.interleaved)
+        alone = few_rows.multiply_heads(x[-rows:], weight, count, kv_heads, some, **more)
+        for a, b in zip(alone, found, strict=True):
+            assert mx.array_equal(a, b[-rows:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,12 @@ PTX = """
 \t.param .u64 k_param_0
 )
 {
+\t.reg .b32 \t%r<3>;
+\t.reg .b64 \t%rd<11>;
+\tmov.u32 \t%r2, %ctaid.x;
 \tld.param.u64 \t%rd1, [k_param_0];  // the first
+\tst.global.u32 \t[%rd1+4], %r2;
+\tadd.s64 \t%rd10, %rd1, 8;
 
 \tret;
 }
@@ -34,9 +40,17 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def test_ptx_is_short_and_no_newer_than_it_has_to_be() -> None:
     assert kernels._shorten(PTX).decode().splitlines() == [
-        ".version 7.8", ".target sm_80", ".visible .entry k(", ".param .u64 k_param_0", ")", "{",
-        "ld.param.u64 %rd1,[k_param_0];", "ret;", "}",
+        ".version 7.8", ".target sm_80", ".visible .entry k(", ".param .u64 p0", ")", "{",
+        ".reg .b64 A,C;", ".reg .b32 B;", "mov.u32 B,%ctaid.x;", "ld.param.u64 A,[p0];",
+        "st.global.u32 [A+4],B;", "add.s64 C,A,8;", "ret;", "}",
     ]  # fmt: skip
+
+
+def test_names_of_registers_are_unique_and_short() -> None:
+    names = list(islice(kernels._names(), 5000))
+    assert len(set(names)) == 5000
+    assert all(name[0].isupper() for name in names)
+    assert max(map(len, names[:1600])) == 2
 
 
 def test_a_source_is_compiled_once_for_all_processes(

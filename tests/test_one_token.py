@@ -104,6 +104,33 @@ def test_the_kernel(sizes, dtype):
 
 
 @cuda_only
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+@pytest.mark.parametrize(
+    "sizes",
+    [(5, 32, 8, 300, 128), (6, 8, 1, 100, 256), (5, 32, 8, 2304, 128), (5, 28, 4, 4096, 64)],
+)  # fmt: skip
+def test_what_is_held(sizes, dtype):
+    """Without a mask: rows that hold much, little, one token, all there is room for, or nothing."""
+    q, k, v, _ = make(*sizes, dtype)
+    slots, scale = sizes[3], sizes[-1] ** -0.5
+    sees = mx.array([slots // 2, 3, 1, slots - 1, 0, 7][: sizes[0]], mx.int32)
+    writes = mx.where(sees > 0, sees - 1, slots - 1)
+    column = mx.arange(slots)
+    mask = (column < sees[:, None]) | ((sees[:, None] == 0) & (column == slots - 1))
+    mask = mask[:, None, None]
+    spoiled = [mx.where(mask.swapaxes(-1, -2), a, mx.array(mx.nan, dtype)) for a in (k, v)]
+    held = one_token.Held(writes, sees)
+    found = one_token.attend(q, *spoiled, held, scale)
+    tolerance = 5e-3 if dtype == mx.bfloat16 else 1e-3
+    assert relative_error(found, plain(q, k, v, mask, scale)) < tolerance
+    for row in range(sizes[0]):
+        one = slice(row, row + 1)
+        held = one_token.Held(writes[one], sees[one])
+        alone = one_token.attend(q[one], k[one], v[one], held, scale)
+        assert mx.array_equal(alone, found[one])
+
+
+@cuda_only
 def test_a_long_cache_that_holds_little():
     """Most of the blocks that share it find nothing."""
     q, k, v, mask = make(2, 32, 8, 33000, 128, mx.bfloat16)

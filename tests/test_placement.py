@@ -33,8 +33,12 @@ def test_a_causal_call_is_placed_as_its_mask_would_be(rows):
     known = cache.place_causal(valid, lengths, CAPACITY)
     for name, expected in drawn._asdict().items():
         found = getattr(known, name)
-        if name == "causal":
-            assert (found, expected) == (True, False)
+        if name == "seen":
+            assert expected is None
+            assert found.dtype == mx.int32
+            np.testing.assert_array_equal(
+                to_numpy(mx.arange(CAPACITY) < found[..., None]), to_numpy(drawn.visible)[:, 0]
+            )
         elif name == "first":
             assert (found, expected) == (False, False)
         elif expected is None:

@@ -28,7 +28,8 @@ class Placement(NamedTuple):
             index.
         offset: int32 `[B]`, lengths before the call.
         lengths: int32 `[B]`, lengths after the call.
-        causal: known to be such that each real token sees all slots up to its own.
+        seen: int32 `[B, T]`, how many slots each packed token sees, its own included, where it is
+            known that those are all up to its own; 0 for padding. Or None.
         first: known to be causal over rows that hold nothing yet, so that new tokens are all that
             there is to see.
     """
@@ -41,8 +42,13 @@ class Placement(NamedTuple):
     positions: mx.array | None
     offset: mx.array
     lengths: mx.array
-    causal: bool = False
+    seen: mx.array | None = None
     first: bool = False
+
+    @property
+    def causal(self) -> bool:
+        """Whether it is known that each real token sees all slots up to its own."""
+        return self.seen is not None
 
 
 Sight: TypeAlias = mx.array | Placement
@@ -94,9 +100,11 @@ def place_causal(
         capacity: S of the cache.
         first: `lengths` are known to be 0.
     """
-    order, back, real, count = _pack(valid != 0)
+    order, back, real, count = _pack(valid if valid.dtype == mx.bool_ else valid != 0)
     column, scratch = _columns(capacity)
-    slot = lengths[:, None] + mx.arange(valid.shape[1], dtype=mx.int32)
+    slot = lengths[:, None]
+    if valid.shape[1] > 1:
+        slot = slot + mx.arange(valid.shape[1], dtype=mx.int32)
     seen = mx.where(real, mx.minimum(slot + 1, scratch), 0)  # [B,T], how many slots
     return Placement(
         order=order,
@@ -107,7 +115,7 @@ def place_causal(
         positions=None,
         offset=lengths,
         lengths=lengths + count,
-        causal=True,
+        seen=seen,
         first=first,
     )
 

@@ -160,7 +160,8 @@ def insert(state: CacheState, row: Rows, other: CacheState, other_row: Rows) -> 
     source = as_rows(other_row, _batch(other), "other_row")
     if target.size != source.size:
         raise CacheError(f"insert: {source.size} other rows for {target.size} rows: name one each")
-    moved = select(other, source)
+    is_whole = read(source) == list(range(_batch(other)))
+    moved = other if is_whole else select(other, source)
     resize = grow if state_size(other)[1] < capacity else shrink
     moved = resize(moved, capacity)
     for name, array in state.items():

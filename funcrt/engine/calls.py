@@ -59,9 +59,10 @@ def read_choices(
 ) -> dict[Request, list[Choice]]:
     """What each of the rows got. Waits for the device unless all of it is known."""
     mx.eval(sampled, tops)
-    tokens, logprobs, finite = map(_values, (sampled.tokens, sampled.logprobs, sampled.finite))
+    # Not `finite`: the logprob says it, too, and each array that is read takes a GPU 30 us.
+    tokens, logprobs = _values(sampled.tokens), _values(sampled.logprobs)
     if sampled.accepted is None:  # one token per row: [B] as [B, 1]
-        tokens, logprobs, finite = ([[x] for x in column] for column in (tokens, logprobs, finite))
+        tokens, logprobs = [[x] for x in tokens], [[x] for x in logprobs]
     more = [0] * len(tokens) if sampled.accepted is None else _values(sampled.accepted)
     likely = [(_values(ids), _values(values)) for ids, values in tops]
     choices: dict[Request, list[Choice]] = {}
@@ -72,9 +73,7 @@ def read_choices(
             if request.top:
                 ids, values = likely[place]
                 pairs = tuple(zip(ids[row], values[row], strict=True))[: request.top]
-            choices[request].append(
-                Choice(tokens[row][place], logprobs[row][place], finite[row][place], pairs)
-            )
+            choices[request].append(Choice(tokens[row][place], logprobs[row][place], pairs))
     return choices
 
 

@@ -64,9 +64,11 @@ class Prefilling:
         counts = [min(width, request.pending) for request in group]
         batch = self._plan.choose_batch(len(group))
         longest = max(r.cached + n for r, n in zip(group, counts, strict=True))
+        is_first = not any(request.cached for request in group)
+        if is_first:  # which looks at no slots: there may be as many as in the batch to join
+            longest = max(longest, *(r.cached for r in self._running.seated.values()), 1)
         capacity = choose_capacity(self._plan, self._spec, longest)
         state = self._gather(group, batch, capacity)
-        is_first = not any(request.cached for request in group)
         chunks = {}
         for row, (request, count) in enumerate(zip(group, counts, strict=True)):
             chunks[row] = request.prompt[request.cached : request.cached + count]

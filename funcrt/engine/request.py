@@ -62,8 +62,12 @@ class Choice(NamedTuple):
 
     token: int
     logprob: float
-    finite: bool
     alternatives: Alternatives = ()
+
+    @property
+    def finite(self) -> bool:
+        """Whether the row's logits were, see `sampling.Sampled`."""
+        return not math.isnan(self.logprob)
 
 
 @dataclass(eq=False)

@@ -59,7 +59,7 @@ class Rows:
         free = [row for row, request in enumerate(self.requests) if request is None]
         targets = free[: len(joining)]
         self.state = cache.insert(self._settle(), targets, source, list(joining))
-        mx.eval(self.state)
+        mx.async_eval(self.state)  # type: ignore[no-untyped-call]  # the next step waits for it
         for row, request in zip(targets, joining.values(), strict=True):
             self.requests[row] = request
 

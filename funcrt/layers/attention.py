@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from funcrt.cache import CacheLayout, CacheSpec, attention_entries
 from funcrt.config.rope import RopeConfig
 from funcrt.layers.basic import Linear, Stacked
-from funcrt.layers.fusing import added, normed, plain_weight
+from funcrt.layers.fusing import added, normed, normed_heads
 from funcrt.layers.part import Part, Run
 from funcrt.ops import heads as one_kernel
 from funcrt.ops.attention import join_heads, split_heads
+from funcrt.ops.heads import Waves
 from funcrt.params import ParamSpec
 
 import mlx.core as mx
@@ -53,26 +54,37 @@ class Attention(Part):
         return self.out(run, self.look(run, *self.split(run, self.qkv(run, x))))
 
     def branch(self, run: Run, norm: Part, x: mx.array) -> mx.array:
-        qkv = normed(run, norm, self.qkv, x)
-        return added(run, self.out, self.look(run, *self.split(run, qkv)), x)
+        waves, parts = self.waves(run), None
+        if waves is not None:
+            parts = normed_heads(run, norm, self.qkv, x, self.heads, self.kv_heads, waves)
+        if parts is None:
+            parts = self.split(run, normed(run, norm, self.qkv, x))
+        return added(run, self.out, self.look(run, *parts), x)
 
     def split(self, run: Run, qkv: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         """Queries `[B, H, T, D]`, keys and values `[B, K, T, D]`, normed and turned.
 
         `qkv` is what the part of that name gives. Subclasses may have it in another order.
         """
-        heads, kv = self.heads, self.kv_heads
-        plain = self.q_norm is None and self.k_norm is None
-        if run.fuses and plain and self.rope is not None:
-            waves = run.waves(self.rope, self.head_dim)
-            if waves is not None:
-                return one_kernel.split(qkv, heads, kv, waves, plain_weight(run, self.out))
+        heads, kv, waves = self.heads, self.kv_heads, self.waves(run)
+        if waves is not None:
+            return one_kernel.split(qkv, heads, kv, waves)
         qkv = split_heads(qkv, heads + 2 * kv)
         qk, v = mx.split(qkv, [heads + kv], axis=1)
-        if plain:
+        if self._is_plain:
             q, k = mx.split(self.turn(run, qk), [heads], axis=1)  # one rotation for both
             return q, k, v
         return *self.norm_and_turn(run, qk[:, :heads], qk[:, heads:]), v
+
+    def waves(self, run: Run) -> Waves | None:
+        """How heads turn, where kernels split and turn them."""
+        if not run.fuses or not self._is_plain or self.rope is None:
+            return None
+        return run.waves(self.rope, self.head_dim)
+
+    @property
+    def _is_plain(self) -> bool:
+        return self.q_norm is None and self.k_norm is None
 
     def norm_and_turn(self, run: Run, q: mx.array, k: mx.array) -> tuple[mx.array, mx.array]:
         """Norm and turn queries and keys that are apart."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from funcrt.layers.basic import Linear, RMSNorm, Stacked
 from funcrt.layers.part import Part, Run
 from funcrt.low_rank import LORA_A
 from funcrt.ops import few_rows
+from funcrt.ops.heads import Waves
 
 import mlx.core as mx
 
@@ -29,7 +32,20 @@ def added(run: Run, part: Part, x: mx.array, to: mx.array) -> mx.array:
     return to + part(run, x) if out is None else out
 
 
-def plain_weight(run: Run, part: Part) -> mx.array | None:
+def normed_heads(
+    run: Run, norm: Part, part: Part, x: mx.array, heads: int, kv_heads: int, waves: Waves
+) -> tuple[mx.array, mx.array, mx.array] | None:
+    """`normed`, split and turned as `ops.heads.split` does; None if no kernel does it all."""
+    operands = _find_operands(run, part, x, norm)
+    if operands is None:
+        return None
+    weight, more = operands
+    if not few_rows.supports_heads(weight.shape[0] // (heads + 2 * kv_heads), waves):
+        return None
+    return few_rows.multiply_heads(x, weight, heads, kv_heads, waves, **more)
+
+
+def _plain_weight(run: Run, part: Part) -> mx.array | None:
     """The matrix `[O, I]` of a part that multiplies with one, neither packed nor changed."""
     name = _name_of(part)
     if name is None or any(name + beside in run.params for beside in _BESIDE):
@@ -54,19 +70,26 @@ def _multiply(
     residual: mx.array | None = None,
 ) -> mx.array | None:
     """In one kernel; None if there is none for such parts, weights or rows."""
-    weight = plain_weight(run, part)
+    operands = _find_operands(run, part, x, norm)
+    if operands is None:
+        return None
+    weight, more = operands
+    if gated and more["bias"] is not None:
+        return None
+    return few_rows.multiply(x, weight, gated=gated, residual=residual, **more)
+
+
+def _find_operands(
+    run: Run, part: Part, x: mx.array, norm: Part | None
+) -> tuple[mx.array, dict[str, Any]] | None:
+    """The matrix of a part, then its bias and those of the norm, if the kernel is for them."""
+    weight = _plain_weight(run, part)
     if not run.fuses or weight is None or not few_rows.supports(x, weight):
         return None
     bias = run.params.get(f"{_name_of(part)}.bias")
-    if bias is not None:
-        if gated:
-            return None
-        bias = bias.astype(x.dtype)
-    scales, eps = None, 0.0
+    more: dict[str, Any] = {"bias": None if bias is None else bias.astype(x.dtype)}
     if norm is not None:
         if type(norm) is not RMSNorm or norm.offset:
             return None
-        scales, eps = run.params[f"{norm.name}.weight"].astype(x.dtype), norm.eps
-    return few_rows.multiply(
-        x, weight, norm=scales, eps=eps, gated=gated, bias=bias, residual=residual
-    )
+        more |= {"norm": run.params[f"{norm.name}.weight"].astype(x.dtype), "eps": norm.eps}
+    return weight, more

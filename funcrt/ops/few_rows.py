@@ -12,9 +12,10 @@ order in which sums are made depends on the matrix alone, so a row is bit for bi
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping, Sequence
 
 from funcrt.ops import kernels
+from funcrt.ops.heads import Waves
 
 import mlx.core as mx
 
@@ -23,6 +24,7 @@ _TILE = 16  # outputs that a tensor core has at a time
 _STEP = 64  # inputs that a warp copies at a time: 128 bytes, what DRAM and caches give at once
 _MANY_TILES = 264  # two for each multiprocessor of an H100 or H200: enough for two in each block
 _MOST_STAGES = 4
+_TYPES = {mx.bfloat16: "bfloat", mx.float32: "float"}
 _SHARED = 96 << 10  # bytes of shared memory that a block may have on every GPU, whoever exported
 
 _HEADER = """
@@ -50,15 +52,14 @@ __device__ unsigned scaled(unsigned two, unsigned by, float& squares) {
 # read two lines together find them in different banks. Loops are unrolled only where it is faster:
 # see `kernels` for why the text is kept short.
 _SOURCE = """
-extern "C" __global__ void NAME(ARGUMENTS, bfloat* out, int inputs, int outputs, int eps) {
+extern "C" __global__ void NAME(ARGUMENTS, RESULTS, int inputs, int outputs, int eps) {
   constexpr int OUTPUTS = TILES * 16, EIGHTS = (ROWS + 7) / 8, WIDE = EIGHTS * 8;
   constexpr int KEPT = GATED ? 16 : OUTPUTS;  // outputs that the block writes
   constexpr int LINES = OUTPUTS + ROWS + NORMED;
   extern __shared__ uint4 memory[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int line = lane / 4, quarter = lane % 4;
-  const long long first = blockIdx.x * KEPT;
-  const int apart = GATED ? outputs / 2 : 16;  // a gate and what it is multiplied by
+  PLACE
   const int steps = (inputs / 64 - warp + WARPS - 1) / WARPS;
   uint4* stages = memory + warp * STAGES * LINES * 8;
 
@@ -134,23 +135,65 @@ extern "C" __global__ void NAME(ARGUMENTS, bfloat* out, int inputs, int outputs,
   #pragma unroll 1
   for (int n = threadIdx.x; n < KEPT * ROWS; n += WARPS * 32) {
     const int o = n % KEPT, r = n / KEPT;
-    const long long place = (long long)r * (GATED ? outputs / 2 : outputs) + first + o;
+    const int partner = PARTNER;
     float value = 0.0f, other = 0.0f, all = 0.0f;
     #pragma unroll 4
     for (int i = 0; i < WARPS; ++i) {
       const float* from = sums + (i * OUTPUTS + o) * WIDE + r;
       value += from[0];
-      if (GATED) other += from[16 * WIDE];
+      if (PAIRED) other += from[(partner - o) * WIDE];
       if (NORMED) all += squares[i * WIDE + r];
     }
     const float scale = NORMED ? rsqrtf(all / inputs + __int_as_float(eps)) : 1.0f;
     value *= scale;
-    if (GATED) value = value / (1.0f + __expf(-value)) * (other * scale);
+    other *= scale;
     FINISH
-    out[place] = bfloat(value);
   }
 }
 """
+# Where the outputs of a block are in the matrix, `apart` from one tile to the next, and what
+# becomes of each, perhaps with another one of them, its partner.
+_PLAIN = {
+    "RESULTS": "bfloat* out",
+    "PLACE": """
+  const long long first = blockIdx.x * KEPT;
+  const int apart = GATED ? outputs / 2 : 16;  // a gate and what it is multiplied by
+""",
+    "PARTNER": "o + 16",
+    "FINISH": """
+    const long long place = (long long)r * (GATED ? outputs / 2 : outputs) + first + o;
+    if (GATED) value = value / (1.0f + __expf(-value)) * other;
+    ADD
+    out[place] = bfloat(value);
+""",
+}
+# Two tiles of one head each: those that turn together, or side by side. Products are rounded before
+# they turn, as everywhere.
+_HEADS = {
+    "RESULTS": "bfloat* q, bfloat* k, bfloat* v",
+    "PLACE": """
+  const int head = blockIdx.x / (D / 32), part = blockIdx.x % (D / 32);
+  const bool turns = head < H + K && part < R / 32, halves = turns && !NEIGHBOURS;
+  const int start = part * (halves ? 16 : 32), apart = halves ? R / 2 : 16;
+  const long long first = head * D + start;
+""",
+    "PARTNER": "NEIGHBOURS ? o ^ 1 : o ^ 16",
+    "FINISH": """
+    const int at = o / 16 * apart + o % 16, its = partner / 16 * apart + partner % 16;
+    ADD
+    value = float(bfloat(value));
+    if (turns) {
+      other = float(bfloat(other));
+      const bool low = o < partner;
+      const int column = start + at, i = NEIGHBOURS ? column / 2 : low ? column : column - R / 2;
+      const float c = cosines[r * (R / 2) + i], s = sines[r * (R / 2) + i];
+      value = low ? value * c - other * s : other * s + value * c;
+    }
+    bfloat* to = head < H ? q + (r * H + head) * D
+      : head < H + K ? k + (r * K + head - H) * D : v + (r * K + head - H - K) * D;
+    to[start + at] = bfloat(value);
+""",
+}
 _FETCH = """
       if (lane < 8)
         copy(stages + to + (OUTPUTS + ROWS) * 8 + lane, norm + (warp * 8 + lane) * 8 + at);
@@ -168,6 +211,9 @@ _NORM = """
 _ADDED = {
     "bias": "value += (float)bias[first + o];",
     "residual": "value += (float)residual[place];",
+}
+_ADDED_TO_HEADS = {
+    "bias": "value += (float)bias[first + at]; other += (float)bias[first + its];",
 }
 
 
@@ -207,38 +253,110 @@ def multiply(
     Returns:
         `[B, O]`, or `[B, O / 2]` where it is gated.
     """
-    rows, (outputs, inputs) = x.shape[0], weight.shape
-    tiles, warps = _choose_shape(outputs, gated)
-    kept = outputs // 2 if gated else outputs
+    kept = weight.shape[0] // 2 if gated else weight.shape[0]
     arrays = {"x": x, "w": weight, "norm": norm, "bias": bias, "residual": residual}
-    given = {name: array for name, array in arrays.items() if array is not None}
-    stage = 2 * _STEP * (tiles * _TILE + rows + (norm is not None)) * warps  # bytes
-    stages = min(_MOST_STAGES, _SHARED // stage)
-    return kernels.run(
-        "_".join(("multiply", *given)),
-        _write_source(given),
-        {
-            "TILES": tiles, "WARPS": warps, "STAGES": stages, "ROWS": rows,
-            "GATED": gated, "NORMED": norm is not None,
-        },
-        list(given.values()),
-        [inputs, outputs, eps],
-        [((rows, kept), x.dtype)],
-        blocks=(kept // (_TILE if gated else _TILE * tiles), 1, 1),
-        threads=32 * warps,
-        shared_memory=stage * stages,
+    tiles, warps = _choose_shape(weight.shape[0])
+    return _run(
+        "multiply", arrays, eps, {**_PLAIN, "ADD": _add(_ADDED, arrays)},
+        {"TILES": 2 if gated else tiles, "WARPS": 4 if gated else warps, "GATED": gated},
+        [((x.shape[0], kept), x.dtype)],
     )[0]  # fmt: skip
 
 
-def _choose_shape(outputs: int, gated: bool) -> tuple[int, int]:
+def supports_heads(width: int, waves: Waves) -> bool:
+    """Whether `multiply_heads` is for heads of this width that turn like this."""
+    return width % (2 * _TILE) == 0 and 2 * waves.cosines.shape[1] % (2 * _TILE) == 0
+
+
+def multiply_heads(
+    x: mx.array,
+    weight: mx.array,
+    heads: int,
+    kv_heads: int,
+    waves: Waves,
+    *,
+    norm: mx.array | None = None,
+    eps: float = 0.0,
+    bias: mx.array | None = None,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """`multiply`, then `ops.heads.split`, in one kernel. CUDA only, without a gradient.
+
+    Args:
+        x: `[B, I]`, see `multiply`.
+        weight: `[(H + 2 K) D, I]`, for queries, keys and values.
+        heads: H.
+        kv_heads: K.
+        waves: how queries and keys turn.
+        norm: see `multiply`.
+        eps: of the norm.
+        bias: `[(H + 2 K) D]`, added before they turn; or None.
+
+    Returns:
+        Queries `[B, H, 1, D]` and keys `[B, K, 1, D]`, both turned, and values `[B, K, 1, D]`.
+    """
+    batch, width = x.shape[0], weight.shape[0] // (heads + 2 * kv_heads)
+    arrays = {
+        "x": x, "w": weight, "norm": norm, "bias": bias,
+        "cosines": waves.cosines, "sines": waves.sines,
+    }  # fmt: skip
+    shape = (batch, kv_heads, 1, width)
+    q, k, v = _run(
+        "multiply_heads", arrays, eps, {**_HEADS, "ADD": _add(_ADDED_TO_HEADS, arrays)},
+        {
+            "TILES": 2, "WARPS": 4, "GATED": False,
+            "H": heads, "K": kv_heads, "D": width, "R": 2 * waves.cosines.shape[1],
+            "NEIGHBOURS": waves.interleaved,
+        },
+        [((batch, heads, 1, width), x.dtype), (shape, x.dtype), (shape, x.dtype)],
+    )  # fmt: skip
+    return q, k, v
+
+
+def _run(
+    name: str,
+    arrays: Mapping[str, mx.array | None],
+    eps: float,
+    pieces: Mapping[str, str],
+    constants: Mapping[str, int],
+    outputs: Sequence[kernels.Output],
+) -> list[mx.array]:
+    """One of the two forms: arrays by their names in the source, its pieces and its constants."""
+    given = {key: array for key, array in arrays.items() if array is not None}
+    normed, (rows, inputs) = "norm" in given, given["x"].shape
+    tiles, warps = constants["TILES"], constants["WARPS"]
+    stage = 2 * _STEP * (tiles * _TILE + rows + normed) * warps  # bytes
+    stages = min(_MOST_STAGES, _SHARED // stage)
+    assert stages > 1, "one is copied while another is used"
+    source = _SOURCE
+    for word, text in {
+        **pieces,
+        "ARGUMENTS": ", ".join(
+            f"const {_TYPES[array.dtype]}* {key}" for key, array in given.items()
+        ),
+        "FETCH": _FETCH if normed else "",
+        "NORM\n": _NORM if normed else "\n",
+    }.items():
+        source = source.replace(word, text)
+    return kernels.run(
+        "_".join((name, *given)),
+        _HEADER + source,
+        {
+            **constants, "STAGES": stages, "ROWS": rows, "NORMED": normed,
+            "PAIRED": constants["GATED"] or "cosines" in given,
+        },
+        list(given.values()),
+        [inputs, given["w"].shape[0], eps],
+        outputs,
+        blocks=(given["w"].shape[0] // (tiles * _TILE), 1, 1),
+        threads=32 * warps,
+        shared_memory=stage * stages,
+    )  # fmt: skip
+
+
+def _choose_shape(outputs: int) -> tuple[int, int]:
     """Tiles and warps of a block, whatever the rows are."""
-    return (2, 4) if gated or outputs // _TILE >= _MANY_TILES else (1, 8)
+    return (2, 4) if outputs // _TILE >= _MANY_TILES else (1, 8)
 
 
-def _write_source(names: Collection[str]) -> str:
-    """The kernel for inputs of these names."""
-    arguments = ", ".join(f"const bfloat* {array}" for array in names)
-    finish = "\n".join(part for array, part in _ADDED.items() if array in names)
-    source = _SOURCE.replace("ARGUMENTS", arguments).replace("FINISH", finish)
-    source = source.replace("FETCH", _FETCH if "norm" in names else "")
-    return _HEADER + source.replace("NORM\n", _NORM if "norm" in names else "")
+def _add(parts: Mapping[str, str], arrays: Mapping[str, mx.array | None]) -> str:
+    return "\n".join(part for key, part in parts.items() if arrays[key] is not None)

@@ -1,8 +1,6 @@
 """Queries, keys and values of one token of each row from their product, on CUDA, in one kernel.
 
-What follows it, up to the product of attention's output, leaves the memory idle: small kernels that
-wait for each other. So the same kernel asks for the matrix of that product, which is in the cache
-of the GPU when it is needed.
+Where `few_rows` does the product, it splits and turns, too.
 """
 
 from __future__ import annotations
@@ -15,14 +13,11 @@ from funcrt.ops.rotary import Rotary
 import mlx.core as mx
 
 _THREADS = 128
-_LINE = 128  # bytes
-_MOST_LINES = 1 << 17  # 16 MiB: a third of the cache of an H100 or H200
 # A thread has two values of a head: those that turn together, or two beyond what turns.
 _SOURCE = """
-extern "C" __global__ void NAME(const T* qkv, const float* cosines, const float* sines, NEXT
+extern "C" __global__ void NAME(const T* qkv, const float* cosines, const float* sines,
                                 T* q, T* k, T* v) {
   const int pair = blockIdx.x * blockDim.x + threadIdx.x, row = blockIdx.y;
-  FETCH
   const int head = pair / (D / 2), i = pair % (D / 2);
   if (head >= H + 2 * K) return;
   const T* from = qkv + (row * (H + 2 * K) + head) * D;
@@ -41,13 +36,6 @@ extern "C" __global__ void NAME(const T* qkv, const float* cosines, const float*
   to[a] = x;
   to[b] = y;
 }
-"""
-_FETCH = """
-  if (row == gridDim.y - 1) {
-    for (int line = pair; line < LINES; line += gridDim.x * blockDim.x)
-      asm volatile("prefetch.global.L2 [%0];" :: "l"((const char*)next + line * 128));
-    return;
-  }
 """
 
 
@@ -74,7 +62,6 @@ def split(
     heads: int,
     kv_heads: int,
     waves: Waves,
-    upcoming: mx.array | None = None,
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Split and turn. CUDA only; it does not differentiate.
 
@@ -83,30 +70,24 @@ def split(
         heads: H.
         kv_heads: K.
         waves: see there.
-        upcoming: a matrix that is multiplied with soon; or None.
 
     Returns:
         Queries `[B, H, 1, D]` and keys `[B, K, 1, D]`, both turned, and values `[B, K, 1, D]`.
     """
     batch, together = qkv.shape[0], heads + 2 * kv_heads
     width = qkv.shape[1] // together
-    inputs = [qkv, waves.cosines, waves.sines]
-    lines = 0 if upcoming is None else min(_MOST_LINES, upcoming.nbytes // _LINE)
-    if upcoming is not None and lines:
-        inputs.append(upcoming)
-    source = _SOURCE.replace("NEXT", "const T* next," if lines else "")
     shape = (batch, kv_heads, 1, width)
     q, k, v = kernels.run(
         "split_heads",
-        source.replace("FETCH", _FETCH if lines else ""),
+        _SOURCE,
         {
             "T": qkv.dtype, "H": heads, "K": kv_heads, "D": width,
-            "R": 2 * waves.cosines.shape[1], "NEIGHBOURS": waves.interleaved, "LINES": lines,
+            "R": 2 * waves.cosines.shape[1], "NEIGHBOURS": waves.interleaved,
         },
-        inputs,
+        [qkv, waves.cosines, waves.sines],
         [],
         [((batch, heads, 1, width), qkv.dtype), (shape, qkv.dtype), (shape, qkv.dtype)],
-        blocks=(-(-together * width // 2 // _THREADS), batch + bool(lines), 1),
+        blocks=(-(-together * width // 2 // _THREADS), batch, 1),
         threads=_THREADS,
     )  # fmt: skip
     return q, k, v

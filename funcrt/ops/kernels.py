@@ -10,9 +10,13 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import re
+import string
 import struct
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from itertools import count, product
+from typing import TypeAlias
 
 from funcrt.errors import FuncrtError
 from funcrt.machine import is_on_cuda
@@ -48,6 +52,10 @@ struct half {
 """
 
 
+Output: TypeAlias = tuple[tuple[int, ...], mx.Dtype]
+"""Shape and dtype."""
+
+
 class KernelError(FuncrtError, RuntimeError):
     """A CUDA kernel could not be compiled."""
 
@@ -58,7 +66,7 @@ def run(
     constants: Mapping[str, int | bool | mx.Dtype],
     inputs: Sequence[mx.array],
     scalars: Sequence[int | float],
-    outputs: Sequence[tuple[tuple[int, ...], mx.Dtype]],
+    outputs: Sequence[Output],
     *,
     blocks: tuple[int, int, int],
     threads: int,
@@ -175,4 +183,32 @@ def _shorten(ptx: str) -> bytes:
     lines = (line.partition("//")[0].strip() for line in ptx.splitlines())
     text = "\n".join(line for line in lines if line) + "\n"
     text = re.sub(r"^\.version .*$", _VERSION, text, count=1, flags=re.MULTILINE)
-    return re.sub(r"[ \t]+", " ", text).replace(", ", ",").encode()
+    text = re.sub(r"\w+_param_(?=\d)", "p", text)
+    return _rename_registers(re.sub(r"[ \t]+", " ", text).replace(", ", ",")).encode()
+
+
+def _rename_registers(ptx: str) -> str:
+    """`%rd12` and the like as `A`, `B0`: capitals, which no instruction begins with.
+
+    The most frequent ones get the shortest names. Declarations `.reg .b64 %rd<20>;` become lists.
+    """
+    declared = re.findall(r"^\.reg (\.\w+) (%\w+?)<\d+>;$", ptx, flags=re.MULTILINE)
+    types = {prefix: kind for kind, prefix in declared}
+    body = re.sub(r"^\.reg \.\w+ %\w+?<\d+>;\n", "", ptx, flags=re.MULTILINE)
+    register = re.compile(rf"(?:{'|'.join(map(re.escape, types))})\d+\b")
+    counted = Counter(register.findall(body)) if types else Counter[str]()
+    names = dict(zip((name for name, _ in counted.most_common()), _names(), strict=False))
+    lists: dict[str, list[str]] = {}
+    for name, short in names.items():
+        lists.setdefault(types[name.rstrip("0123456789")], []).append(short)
+    told = "".join(f".reg {kind} {','.join(short)};\n" for kind, short in lists.items())
+    renamed = register.sub(lambda found: names[found[0]], body) if types else body
+    return renamed.replace("{\n", "{\n" + told, 1)
+
+
+def _names() -> Iterator[str]:
+    yield from string.ascii_uppercase
+    rest = string.ascii_letters + string.digits
+    for size in count(1):
+        for name in product(string.ascii_uppercase, *[rest] * size):
+            yield "".join(name)
