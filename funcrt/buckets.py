@@ -184,8 +184,7 @@ def choose_overhead() -> int:
 
     On a CPU 10: a decoding step of SmolLM2-135M takes 37 ms on two cores, a token more 4 ms. On a
     GPU 512: reading the weights takes as long as multiplying them with some hundred rows, and
-    scheduling a call as long again. On an H200 a call of 32 tokens takes 7.3 ms with Llama 3.1 8B
-    and 3.9 ms with Llama 3.2 1B, 1,000 tokens more another 20 ms and 2.7 ms.
+    scheduling a call as long again; of a small model, longer.
     """
     from funcrt.machine import is_on_gpu  # nothing else here needs MLX
 
