@@ -207,9 +207,13 @@ class Attend:
         return attend(q, keys, values, self._hiding[key], scoring)
 
     def _has_kernel(self, q: mx.array, keys: mx.array, values: mx.array, scoring: Scoring) -> bool:
-        """Whether `ops.one_token` is for this, which does not differentiate: causal calls only."""
-        plain = scoring.sinks is None and scoring.softcap is None and self._call.causal
-        return plain and kernels.are_there() and one_token.supports(q, keys, values)
+        """Whether `ops.one_token` is for this, which does not differentiate: causal calls only.
+
+        Nor is it for first calls: they look at what is new, and it at slots.
+        """
+        plain = scoring.sinks is None and scoring.softcap is None
+        call = self._call.causal and not self._call.first
+        return plain and call and kernels.are_there() and one_token.supports(q, keys, values)
 
     @cached_property
     def _held(self) -> one_token.Held:

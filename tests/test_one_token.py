@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from funcrt.ops import attention, kernels, one_token, products
+from funcrt.cache import place_causal
+from funcrt.ops import attention, few_rows, kernels, one_token, products
 from funcrt.ops.attention import Scoring
 from funcrt.packing import Quantization
+from tests.cache_kinds import CAPACITY, empty, feed, model_of
 from tests.helpers import relative_error
 
 import mlx.core as mx
@@ -77,6 +79,62 @@ def test_what_the_kernel_is_for():
     assert not fits(32, 8, 96)
     assert not fits(32, 8, 64, mx.float32)
     assert not fits(32, 8, 64, tokens=2)
+
+
+@pytest.fixture
+def looks(monkeypatch) -> list[str]:
+    """As on CUDA, but for the kernel's contract instead of the kernel; how each layer looked."""
+    found: list[str] = []
+
+    def attend(q, keys, values, shown, scale):
+        found.append("held" if isinstance(shown, one_token.Held) else "mask")
+        if isinstance(shown, one_token.Held):
+            column, (writes, sees) = mx.arange(keys.shape[2]), (n[:, None] for n in shown)
+            assert mx.all(mx.maximum(writes + 1, sees) <= keys.shape[2])  # nothing beyond is read
+            shown = mx.where(sees > 0, column < sees, column == writes)[:, None, None]
+        assert mx.all(mx.any(shown, axis=-1))
+        return plain(q, keys, values, shown, scale).astype(q.dtype)
+
+    monkeypatch.setattr(kernels, "are_there", lambda: True)
+    monkeypatch.setattr(few_rows, "supports", lambda x, weight: False)
+    monkeypatch.setattr("funcrt.layers.part.make_waves", lambda rotary: None)
+    monkeypatch.setattr(one_token, "supports", lambda q, keys, values: q.shape[2] == 1)
+    monkeypatch.setattr(one_token, "attend", attend)
+    return found
+
+
+@pytest.mark.parametrize(("kind", "ways"), [
+    ("full", {"held"}), ("window", {"mask"}), ("ring", {"mask"}), ("kv8", set()), ("kv4", set()),
+])  # fmt: skip
+def test_what_a_token_sees_is_what_its_mask_shows(looks, monkeypatch, kind, ways):
+    """Rows that hold something or nothing, are full, sit out, or claim impossible lengths."""
+    model, tokens = model_of(kind), mx.arange(6, dtype=mx.int32)[:, None]
+    _, state = feed(model, empty(kind, 6), *[[1, 2, 3, 4, 5]] * 6)
+    state["lengths"] = mx.array([5, 0, CAPACITY - 1, 4, -3, 2**31 - 1], mx.int32)
+    valid = mx.array([True, True, True, False, True, True])[:, None]
+
+    def decode() -> mx.array:
+        call = place_causal(valid, state["lengths"], CAPACITY)
+        return model.forward(model.params, tokens, call, dict(state))[0]
+
+    found = decode()
+    assert set(looks) == ways
+    monkeypatch.setattr(kernels, "are_there", lambda: False)
+    sound = mx.array([0, 1, 2])
+    assert relative_error(found[sound], decode()[sound]) < 1e-5
+    assert mx.all(mx.isfinite(found))
+
+
+def test_the_kernel_is_not_for_first_calls(looks):
+    """They look at what is new, of which there is one; padding would be looked for in scratch."""
+    model, tokens = model_of("full"), mx.array([[7], [8]])
+    state, valid = empty("full", 2), mx.array([[True], [False]])
+    logits = []
+    for first in (True, False):
+        call = place_causal(valid, state["lengths"], CAPACITY, first=first)
+        logits.append(model.forward(model.params, tokens, call, dict(state))[0])
+        assert bool(looks) is not first
+    assert relative_error(logits[0][:1], logits[1][:1]) < 1e-5
 
 
 @cuda_only

@@ -83,10 +83,12 @@ class PrefixPool:
 
     def keep(self, finished: Mapping[int, Request], state: CacheState) -> None:
         """Keep copies of finished rows, of those that can be of use."""
-        copies = [self._keep(request, state, row) for row, request in finished.items()]
-        mx.eval([copy for copy in copies if copy])  # the next call writes what they are copied from
+        entries = [self._keep(request, state, row) for row, request in finished.items()]
+        # Now, for the next call writes what they are copied from; but not those that had to give
+        # way to others of these.
+        mx.eval([entry.state for entry in entries if entry and entry in self._entries])
 
-    def _keep(self, request: Request, state: CacheState, row: int) -> CacheState | None:
+    def _keep(self, request: Request, state: CacheState, row: int) -> Prefix | None:
         tokens = request.sequence[: request.cached]
         length = len(tokens)  # fewer than cached where a text ended among accepted guesses
         capacity = choose_capacity(self._plan, self._spec, request.cached)
@@ -111,7 +113,7 @@ class PrefixPool:
         self._entries[entry] = None
         self._by_start.setdefault(_start(tokens, entry.adapter), set()).add(entry)
         self.nbytes += nbytes
-        return copied
+        return entry
 
     def bound(self, spare: int) -> None:
         """Keep within `spare` bytes as long as nothing else is said."""

@@ -8,7 +8,7 @@ either of them gives is delivered before the other begins.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from funcrt.cache import CacheState
 from funcrt.compiled import Compiled
@@ -163,7 +163,8 @@ class Scheduler:
     def _prefill(self) -> None:
         call, state = self._prompts.prefill()
         new = self._record(call)
-        self._prefixes.keep(_finished(call.rows), state)
+        finished = {row: request for row, request in call.rows.items() if request.finished}
+        self._prefixes.keep(finished, state)
         seats = [call.rows.get(row) for row in range(call.bucket.batch)]
         for row, request in call.rows.items():
             if request.finished or request not in call.choices:
@@ -187,7 +188,7 @@ class Scheduler:
     def _decode(self) -> None:
         call = self._decoding.decode()
         new = self._record(call)
-        self._retire(_finished(call.rows))
+        self._retire([request for request in call.rows.values() if request.finished])
         self._count(call, new)
 
     # --- results ---------------------------------------------------------------------------------
@@ -244,20 +245,18 @@ class Scheduler:
             self._prompts.requests.remove(request)
             request.row = None
         elif request in self._running.requests:
-            self._retire({self._running.requests.index(request): request})
+            self._retire([request])
 
-    def _retire(self, rows: Mapping[int, Request]) -> None:
+    def _retire(self, requests: Collection[Request]) -> None:
         """Free rows, and keep what they hold for prompts that begin like theirs."""
-        if not rows:
+        if not requests:
             return
         assert self._running.state is not None
+        # Rows may have moved since the step was begun that these end with.
+        rows = {self._running.requests.index(request): request for request in requests}
         self._prefixes.keep(rows, self._running.state)
         for row in rows:
             self._running.release(row)
-
-
-def _finished(rows: Mapping[int, Request]) -> dict[int, Request]:
-    return {row: request for row, request in rows.items() if request.finished}
 
 
 def _ends(chunk: Chunk | BaseException) -> bool:

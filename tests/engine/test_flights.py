@@ -174,3 +174,20 @@ def test_rows_that_move_while_a_step_is_under_way(kind):
     for name, (prompt, count) in wishes.items():
         options = {"max_tokens": count, "logit_bias": ENDLESS}
         check_completion(kind, prompt, options, handles[name].result(0))
+
+
+@pytest.mark.parametrize("count", range(4, 9))  # ends before rows move, while they do, and after
+def test_a_text_that_ends_in_a_step_begun_before_rows_moved(count):
+    """It leaves the row where it sits by then, not the one where it sat when the step began."""
+    engine = DirectEngine(subject("full"))
+    wishes = [([1], 2), ([2, 3], count), ([4, 5], 14), (random_tokens(26, 1), 4)]
+    options = [{"max_tokens": count, "logit_bias": ENDLESS} for _, count in wishes]
+    handles = [
+        engine.submit(prompt, **given) for (prompt, _), given in zip(wishes, options, strict=True)
+    ]
+    while engine.busy:
+        engine.round()
+        engine.check()
+        assert not any(request.finished for request in engine.running.values())
+    for (prompt, _), given, handle in zip(wishes, options, handles, strict=True):
+        check_completion("full", prompt, given, handle.result(0))

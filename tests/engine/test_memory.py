@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from funcrt import BucketPlan, Engine
+from funcrt import BucketPlan, Engine, cache
+from funcrt.engine.prefixes import PrefixPool, Rewind
 from funcrt.errors import CapacityError
 from funcrt.footprint import Footprint
 from tests.engine.harness import PLAN, DirectEngine, check_traces, draft, oracle, subject, toys
@@ -120,6 +121,24 @@ def test_prefixes_give_way_to_requests():
     engine.run()
     assert again.result(0).reused_tokens == 25
     assert max(report.prefix_bytes for report in engine.reports) <= 3 * least() // 10
+
+
+def test_of_rows_that_end_together_only_those_are_copied_that_are_kept():
+    plan = BucketPlan(batch=(16,), tokens=(4,), capacity=(2048,))
+    spec = make_model().compiled(plan).cache_spec
+    row, state = cache.state_bytes(spec, 1, 2048), cache.init_cache(spec, 16, 2048)
+    engine = DirectEngine(make_model(), plan)
+    handles = [engine.submit(random_tokens(20, seed), max_tokens=1) for seed in range(16)]
+    requests = [engine._owner.requests[handle] for handle in handles]
+    for request in requests:
+        request.cached = request.written = 20
+    pool = PrefixPool(spec, plan, Rewind(spec, 4), 2 * row)
+    mx.eval(state)
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    pool.keep(dict(enumerate(requests)), state)
+    assert len(pool) == 2
+    assert mx.get_peak_memory() - before < 3 * row
 
 
 def endure(count: int) -> None:
