@@ -92,7 +92,8 @@ class Prefilling:
             if row in ready:
                 self.requests.remove(request)
             else:
-                request.row = copy_row(state, row)
+                fitting = choose_capacity(self._plan, self._spec, request.cached)
+                request.row = copy_row(state, row, fitting)
         mx.eval([request.row for request in group if request.row is not None])
         call.seconds = time.perf_counter() - begin
         return call, state

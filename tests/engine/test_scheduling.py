@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from funcrt.buckets import Bucket, BucketPlan
+from funcrt.cache import state_size
 from tests.engine.harness import CACHES, DirectEngine, oracle, subject, toys
 from tests.helpers import random_tokens
 
@@ -190,3 +191,20 @@ def test_first_chunks_have_the_slots_of_the_batch_where_they_look_at_none(width,
     engine.run()
     (call,) = [r for r in engine.reports if r.function == "prefill" and r.running == 2]
     assert call.bucket == Bucket(1, width, slots)
+
+
+def test_what_a_prompt_holds_between_its_chunks_has_no_more_slots_than_it_fills():
+    """However many the batch has, or the prompts beside it."""
+    engine = DirectEngine(
+        subject("full"), BucketPlan(batch=(1, 2), tokens=(32,), capacity=(64, 256))
+    )
+    engine.submit(random_tokens(100, 1), max_tokens=30)
+    while not engine.running:
+        engine.round()
+    prompt = random_tokens(40, 2)
+    handle = engine.submit(prompt, max_tokens=3)
+    engine.round()
+    (request,) = engine.prefilling
+    assert state_size(request.row)[1] == 64
+    engine.run()
+    assert handle.result(0).tokens == oracle("full").complete(prompt, 3)[0]
