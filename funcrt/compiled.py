@@ -101,7 +101,7 @@ class Compiled:
             first: its rows are known to be empty; takes `prefill_first` where there is one.
         """
         size = _tokens_of(tokens)
-        name = FIRST if first and size in self._choose_sizes(FIRST) else "prefill"
+        name = FIRST if first and self.has_first(size) else "prefill"
         (logits,), state = self._stateful(name, size, [tokens, valid != 0], state)
         return logits, state
 
@@ -121,6 +121,10 @@ class Compiled:
         inputs = [tokens, valid != 0]
         (logits,), state = self._stateful(FIRST, _tokens_of(tokens), inputs, state)
         return logits, state
+
+    def has_first(self, tokens: int) -> bool:
+        """Whether there is a `prefill_first` of so many tokens."""
+        return tokens in self._choose_sizes(FIRST)
 
     def prefill_block(
         self, tokens: mx.array, block: mx.array, state: CacheState

@@ -9,6 +9,7 @@ from funcrt.adapters import Adapter, Change
 from funcrt.buckets import BucketPlan
 from funcrt.errors import InputError, ParamsError
 from tests.adapting import PLAN, PROMPT, alone, begin, logits_of, model_of, stacked
+from tests.engine.harness import DirectEngine
 from tests.helpers import TOLERANCE, ids, random_tokens, relative_error
 
 import mlx.core as mx
@@ -96,6 +97,29 @@ def test_engine_rows_take_the_adapters_of_their_requests():
     plain = funcrt.Engine(model_of("float32"))
     with plain, pytest.raises(InputError, match="adapter: expected an integer from 0 to 0"):
         plain.generate([prompt], adapter=1)
+
+
+def test_rows_that_begin_beside_others_take_their_own_adapters():
+    """In a call with the rest of a longer prompt, and as the first rows of a call."""
+    engine = DirectEngine(stacked(), BucketPlan(batch=(1, 4), tokens=(8,), capacity=(16, 64)))
+    wishes = [(random_tokens(12, 1), 1), (random_tokens(6, 2), 2), (random_tokens(7, 3), 0)]
+    handles = []
+
+    def ask(prompt: list[int], adapter: int) -> None:
+        handles.append(engine.submit(prompt, max_tokens=4, adapter=adapter))
+
+    ask(*wishes[0])
+    engine.round()
+    for wish in wishes[1:]:
+        ask(*wish)
+    engine.run()
+    assert [r.rows for r in engine.reports if r.function == "prefill"] == [1, 3]
+    models = alone()
+    for (prompt, adapter), handle in zip(wishes, handles, strict=True):
+        tokens = list(prompt)
+        for token in handle.result(0).tokens:
+            assert token == logits_of(models[adapter], tokens)[-1].argmax()
+            tokens.append(token)
 
 
 def test_a_prompt_does_not_wait_for_that_of_another_adapter():

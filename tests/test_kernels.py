@@ -46,6 +46,22 @@ def test_ptx_is_short_and_no_newer_than_it_has_to_be() -> None:
     ]  # fmt: skip
 
 
+def test_only_registers_that_are_declared_by_number_are_renamed() -> None:
+    body = [
+        ".reg .pred %p<2>;", ".reg .b32 %r<5>;", ".reg .b64 %SP;", "mov.u64 %SP,%r1;",
+        "setp.lt.s32 %p1,%r1,%tid.x;", "@!%p1 bra $L__BB0_2;", "mov.u64 %r2,%clock64;",
+        "{.reg .b16 a,b; mov.b32 {a,b},%r1;}", "mma {%r2,%r3},{%r1};", "$L__BB0_2:", "ret;",
+    ]  # fmt: skip
+    renamed = kernels._rename_registers("\n".join((".entry k()", "{", *body, "}", "")))
+    assert renamed.splitlines() == [
+        ".entry k()", "{", ".reg .b32 A,C,D;", ".reg .pred B;", ".reg .b64 %SP;", "mov.u64 %SP,A;",
+        "setp.lt.s32 B,A,%tid.x;", "@!B bra $L__BB0_2;", "mov.u64 C,%clock64;",
+        "{.reg .b16 a,b; mov.b32 {a,b},A;}", "mma {C,D},{A};", "$L__BB0_2:", "ret;", "}",
+    ]  # fmt: skip
+    without = ".entry k()\n{\nret;\n}\n"
+    assert kernels._rename_registers(without) == without
+
+
 def test_names_of_registers_are_unique_and_short() -> None:
     names = list(islice(kernels._names(), 5000))
     assert len(set(names)) == 5000

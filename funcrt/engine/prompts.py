@@ -65,7 +65,8 @@ class Prefilling:
         batch = self._plan.choose_batch(len(group))
         longest = max(r.cached + n for r, n in zip(group, counts, strict=True))
         is_first = not any(request.cached for request in group)
-        if is_first:  # which looks at no slots: there may be as many as in the batch to join
+        if is_first and self._compiled.has_first(width):
+            # It looks at no slots: there may be as many as in the batch to join.
             longest = max(longest, *(r.cached for r in self._running.seated.values()), 1)
         capacity = choose_capacity(self._plan, self._spec, longest)
         state = self._gather(group, batch, capacity)
@@ -91,7 +92,8 @@ class Prefilling:
             if row in ready:
                 self.requests.remove(request)
             else:
-                request.row = copy_row(state, row)
+                fitting = choose_capacity(self._plan, self._spec, request.cached)
+                request.row = copy_row(state, row, fitting)
         mx.eval([request.row for request in group if request.row is not None])
         call.seconds = time.perf_counter() - begin
         return call, state

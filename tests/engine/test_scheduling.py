@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
+from funcrt.buckets import Bucket, BucketPlan
+from funcrt.cache import state_size
 from tests.engine.harness import CACHES, DirectEngine, oracle, subject, toys
 from tests.helpers import random_tokens
 
@@ -175,3 +177,34 @@ def test_reports_add_up_to_the_stats():
     assert [r.traces for r in reports] == sorted(r.traces for r in reports)
     for waste in (stats.row_waste, stats.token_waste, stats.slot_waste):
         assert 0 < waste < 1
+
+
+@pytest.mark.parametrize(("width", "slots"), [(8, 64), (32, 256)])
+def test_first_chunks_have_the_slots_of_the_batch_where_they_look_at_none(width, slots):
+    """Then they need not grow to join it; a call that looks at slots has no more than it fills."""
+    plan = BucketPlan(batch=(1, 2), tokens=(width,), capacity=(64, 256))
+    engine = DirectEngine(subject("full"), plan)
+    engine.submit(random_tokens(100, 1), max_tokens=30)
+    while not engine.running:
+        engine.round()
+    engine.submit(random_tokens(width, 2), max_tokens=3)
+    engine.run()
+    (call,) = [r for r in engine.reports if r.function == "prefill" and r.running == 2]
+    assert call.bucket == Bucket(1, width, slots)
+
+
+def test_what_a_prompt_holds_between_its_chunks_has_no_more_slots_than_it_fills():
+    """However many the batch has, or the prompts beside it."""
+    engine = DirectEngine(
+        subject("full"), BucketPlan(batch=(1, 2), tokens=(32,), capacity=(64, 256))
+    )
+    engine.submit(random_tokens(100, 1), max_tokens=30)
+    while not engine.running:
+        engine.round()
+    prompt = random_tokens(40, 2)
+    handle = engine.submit(prompt, max_tokens=3)
+    engine.round()
+    (request,) = engine.prefilling
+    assert state_size(request.row)[1] == 64
+    engine.run()
+    assert handle.result(0).tokens == oracle("full").complete(prompt, 3)[0]
