@@ -31,8 +31,11 @@ def smollm2_model() -> Model:
 
 @pytest.fixture(scope="session")
 def smollm2_bundle(smollm2_model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same, exported once in few buckets. Read only."""
+    """The same, exported once for all tests in as few and small buckets as they need. Read only.
+
+    An export runs every function many times: this takes a minute.
+    """
     folder = tmp_path_factory.mktemp("smollm2") / "bundle.funcrt"
-    plan = funcrt.BucketPlan(batch=(1, 4), tokens=(64,), capacity=(1024,))
+    plan = funcrt.BucketPlan(batch=(1, 6), tokens=(32,), capacity=(800,))
     funcrt.export(smollm2_model, folder, plan)
     return folder

@@ -7,9 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import converters
 import funcrt
-from converters import smollm2
 from funcrt.model import Model
 
 import mlx.core as mx
@@ -23,9 +21,9 @@ STEPS = 4  # tokens decoded after the prompt
 TOLERANCE = 2e-5  # of the largest logit
 
 
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return converters.load(smollm2.fetch())
+@pytest.fixture
+def model(smollm2_model: Model) -> Model:
+    return smollm2_model
 
 
 def make_prompts(lengths: tuple[int, ...]) -> list[list[int]]:
@@ -75,6 +73,7 @@ def run_alone(model: Model, prompts: list[list[int]]) -> tuple[list[mx.array], l
 def check_batch(
     model: Model, prompts: list[list[int]], plan: funcrt.BucketPlan, folder: Path
 ) -> None:
+    """`folder` is of a bundle of the model that has a batch for all prompts."""
     firsts, continuations = run_alone(model, prompts)
     for side in SIDES:
         tokens, valid = make_batch(prompts, side)
@@ -96,7 +95,6 @@ def check_batch(
     assert compiled == continuations
     assert set(engine.compiled.traces.values()) == {1}
 
-    funcrt.export(model, folder, plan)
     found = json.loads(run_in_another_process(folder, prompts))
     assert found["engine"] == continuations
     for side in SIDES:
@@ -138,12 +136,14 @@ def run_in_another_process(folder: Path, prompts: list[list[int]]) -> str:
     return done.stdout
 
 
-def test_six_prompts_are_what_they_are_alone(model: Model, tmp_path: Path) -> None:
+def test_six_prompts_are_what_they_are_alone(model: Model, smollm2_bundle: Path) -> None:
     plan = funcrt.BucketPlan(batch=(6,), tokens=(32,), capacity=(128,))
-    check_batch(model, make_prompts(SHORT), plan, tmp_path / "six.funcrt")
+    check_batch(model, make_prompts(SHORT), plan, smollm2_bundle)
 
 
 @pytest.mark.long
 def test_sixteen_prompts_are_what_they_are_alone(model: Model, tmp_path: Path) -> None:
     plan = funcrt.BucketPlan(batch=(16,), tokens=(64,), capacity=(1024,))
-    check_batch(model, make_prompts(LONG), plan, tmp_path / "sixteen.funcrt")
+    folder = tmp_path / "sixteen.funcrt"
+    funcrt.export(model, folder, plan)
+    check_batch(model, make_prompts(LONG), plan, folder)

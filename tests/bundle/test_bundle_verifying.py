@@ -30,7 +30,7 @@ INVARIANCES = {"neighbours", "padding", "poison", "chunking", "bucket"}
 def test_a_sound_bundle_passes(exports: Exports, kind: str) -> None:
     bundle = load_bundle(exports(kind)[1])
     seen: list[tuple[int, int]] = []
-    rows = verify(bundle, lambda done, total, item: seen.append((done, total)))
+    rows = verify(bundle, lambda done, total, item: seen.append((done, total)), write=False)
     assert all(row.passed for row in rows)
     functions = bundle.target.functions
     assert {row.function for row in rows} == {entry.key for entry in functions}
@@ -64,7 +64,8 @@ def test_slightly_wrong_weights_fail(exports: Exports, kind: str) -> None:
     bundle = load_bundle(exports(kind)[1])
     factor = 1.0005 if kind == "float32" else 1.1
     bundle.prepared[1] = bundle.prepared[1] * mx.array(factor, bundle.prepared[1].dtype)
-    failed = {row.function for row in verify(bundle) if not row.passed}
+    # The folder is everybody's: a certificate of failure would be found there by others.
+    failed = {row.function for row in verify(bundle, write=False) if not row.passed}
     assert {"prepare", "prefill_b2_t8_s16", "forward_b2_t8_s16"} <= failed
 
 
