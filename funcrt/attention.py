@@ -100,8 +100,6 @@ class Attend:
             self._write(f"{name}.{part}", new, self._call.slots)
             for part, new in zip(PARTS, (k, v), strict=True)
         )
-        if window is None and self._has_kernel(q, keys, values, scoring):
-            return one_token.attend(q, keys, values, self._held, scale)
         return self._look(q, keys, values, scoring, window, both_sides, None)
 
     def latent(
@@ -197,11 +195,13 @@ class Attend:
     ) -> mx.array:
         if self._call.first and scoring.softcap is None and not _narrows(window, q.shape[2]):
             return attend(q, keys, values, "causal", scoring)
+        if self._has_kernel(q, keys, values, scoring):
+            sees_all = window is None and ring is None
+            shown = self._held if sees_all else self._mask(window, both_sides, ring)
+            return one_token.attend(q, keys, values, shown, scoring.scale)
         mask, key = self._mask(window, both_sides, ring), (window, both_sides, ring, q.dtype)
         if scoring.softcap is not None:
             return attend_by_products(q, Dense(keys), Dense(values), mask, scoring)
-        if self._has_kernel(q, keys, values, scoring):
-            return one_token.attend(q, keys, values, mask, scoring.scale)
         if key not in self._hiding:
             self._hiding[key] = hide(mask, q.dtype)
         return attend(q, keys, values, self._hiding[key], scoring)

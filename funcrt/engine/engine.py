@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
@@ -248,30 +248,21 @@ class Engine:
         return handle
 
     def _stream(self, wishes: list[Wish]) -> Iterator[Chunk]:
-        changed = threading.Event()  # one for all: a step that gives each a token wakes us once
-        news: deque[int] = deque()  # whose, so that nobody looks at those that wait for their turn
-
-        def hear(index: int) -> None:
-            news.append(index)
-            changed.set()
-
+        news: queue.SimpleQueue[int] = queue.SimpleQueue()  # whose: most may wait for their turn
         handles: list[Handle] = []
         try:
             for index, wish in enumerate(wishes):
-                handles.append(self._submit(index, wish, listener=partial(hear, index)))
+                handles.append(self._submit(index, wish, listener=partial(news.put, index)))
             seen = dict.fromkeys(range(len(handles)), 0)
             while seen:
-                changed.wait()
-                changed.clear()
-                while news:
-                    index = news.popleft()
-                    if index not in seen:  # an earlier look found all that it got
-                        continue
-                    for chunk in handles[index].since(seen[index]):
-                        seen[index] += 1
-                        if chunk.finish_reason:
-                            del seen[index]
-                        yield chunk
+                index = news.get()
+                if index not in seen:  # an earlier look found all that it got
+                    continue
+                for chunk in handles[index].since(seen[index]):
+                    seen[index] += 1
+                    if chunk.finish_reason:
+                        del seen[index]
+                    yield chunk
         finally:
             _cancel(handles)
 

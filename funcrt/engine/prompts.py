@@ -67,7 +67,7 @@ class Prefilling:
         is_first = not any(request.cached for request in group)
         if is_first and self._compiled.has_first(width):
             # It looks at no slots: there may be as many as in the batch to join.
-            longest = max(longest, *(r.cached for r in self._running.seated.values()), 1)
+            longest = max([longest, *(r.cached for r in self._running.seated.values())])
         capacity = choose_capacity(self._plan, self._spec, longest)
         state = self._gather(group, batch, capacity)
         chunks = {}

@@ -33,6 +33,7 @@ MOST_ROWS = 16
 _TILE = 16  # outputs that a tensor core has at a time
 _STEP = 64  # inputs that a warp copies at a time: 128 bytes, what DRAM and caches give at once
 _MANY_TILES = 264  # two for each multiprocessor of an H100 or H200: enough for two in each block
+_PAIRS = (2, 4)  # tiles and warps of a block whose outputs need those of another tile
 _MOST_STAGES = 4
 _TYPES = {mx.bfloat16: "bfloat", mx.float32: "float"}
 _SHARED = 96 << 10  # bytes of shared memory that a block may have on every GPU, whoever exported
@@ -76,10 +77,10 @@ def multiply(
     """
     kept = weight.shape[0] // 2 if gated else weight.shape[0]
     arrays = {"x": x, "w": weight, "norm": norm, "bias": bias, "residual": residual}
-    tiles, warps = _choose_shape(weight.shape[0])
+    tiles, warps = _PAIRS if gated else _choose_shape(weight.shape[0])
     return _run(
         "multiply", arrays, eps, {**PLAIN, "ADD": _add(ADDED, arrays)},
-        {"TILES": 2 if gated else tiles, "WARPS": 4 if gated else warps, "GATED": gated},
+        {"TILES": tiles, "WARPS": warps, "GATED": gated},
         [((x.shape[0], kept), x.dtype)],
     )[0]  # fmt: skip
 
@@ -116,6 +117,7 @@ def multiply_heads(
         Queries `[B, H, 1, D]` and keys `[B, K, 1, D]`, both turned, and values `[B, K, 1, D]`.
     """
     batch, width = x.shape[0], weight.shape[0] // (heads + 2 * kv_heads)
+    tiles, warps = _PAIRS
     arrays = {
         "x": x, "w": weight, "norm": norm, "bias": bias,
         "cosines": waves.cosines, "sines": waves.sines,
@@ -124,7 +126,7 @@ def multiply_heads(
     q, k, v = _run(
         "multiply_heads", arrays, eps, {**HEADS, "ADD": _add(ADDED_TO_HEADS, arrays)},
         {
-            "TILES": 2, "WARPS": 4, "GATED": False,
+            "TILES": tiles, "WARPS": warps, "GATED": False,
             "H": heads, "K": kv_heads, "D": width, "R": 2 * waves.cosines.shape[1],
             "NEIGHBOURS": waves.interleaved,
         },

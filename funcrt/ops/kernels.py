@@ -193,16 +193,18 @@ def _rename_registers(ptx: str) -> str:
     The most frequent ones get the shortest names. Declarations `.reg .b64 %rd<20>;` become lists.
     """
     declared = re.findall(r"^\.reg (\.\w+) (%\w+?)<\d+>;$", ptx, flags=re.MULTILINE)
+    if not declared:
+        return ptx
     types = {prefix: kind for kind, prefix in declared}
     body = re.sub(r"^\.reg \.\w+ %\w+?<\d+>;\n", "", ptx, flags=re.MULTILINE)
     register = re.compile(rf"(?:{'|'.join(map(re.escape, types))})\d+\b")
-    counted = Counter(register.findall(body)) if types else Counter[str]()
+    counted = Counter(register.findall(body))
     names = dict(zip((name for name, _ in counted.most_common()), _names(), strict=False))
     lists: dict[str, list[str]] = {}
     for name, short in names.items():
         lists.setdefault(types[name.rstrip("0123456789")], []).append(short)
     told = "".join(f".reg {kind} {','.join(short)};\n" for kind, short in lists.items())
-    renamed = register.sub(lambda found: names[found[0]], body) if types else body
+    renamed = register.sub(lambda found: names[found[0]], body)
     return renamed.replace("{\n", "{\n" + told, 1)
 
 
