@@ -59,7 +59,7 @@ def read_choices(
 ) -> dict[Request, list[Choice]]:
     """What each of the rows got. Waits for the device unless all of it is known."""
     mx.eval(sampled, tops)
-    # Not `finite`: the logprob says it, too, and each array that is read takes a GPU 30 us.
+    # Not `finite`: the logprob says it, too, and each array that is read is a copy from a GPU.
     tokens, logprobs = _values(sampled.tokens), _values(sampled.logprobs)
     if sampled.accepted is None:  # one token per row: [B] as [B, 1]
         tokens, logprobs = [[x] for x in tokens], [[x] for x in logprobs]
