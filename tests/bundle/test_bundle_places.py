@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import shutil
 import subprocess
@@ -124,11 +123,9 @@ import sys
 from funcrt.bundle import load_bundle
 from tests.bundle.test_bundle_places import TOKENS
 from tests.helpers import to_numpy
-folder, count = sys.argv[1], int(sys.argv[2])
 print("ready", flush=True)
-sys.stdin.readline()
-for _ in range(count):
-    bundle = load_bundle(folder)
+while sys.stdin.readline():
+    bundle = load_bundle(sys.argv[1])
     print(bundle.manifest.fingerprint, hash(to_numpy(bundle(TOKENS)[0]).tobytes()), flush=True)
 """
 
@@ -141,15 +138,19 @@ def start(script: str, *arguments: object) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def release(processes: list[subprocess.Popen[str]]) -> None:
-    """Let all begin at once."""
-    for process in processes:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.write("\n")
-        process.stdin.flush()
+def heard(process: subprocess.Popen[str]) -> str:
+    """Its next line. Fails with what it said of its error instead."""
+    assert process.stdout is not None
+    if not (line := process.stdout.readline()):
+        pytest.fail(process.communicate()[1])
+    return line.rstrip("\n")
+
+
+def release(process: subprocess.Popen[str]) -> None:
+    """Let one that waits go on."""
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
 
 
 def test_readers_of_a_bundle_that_is_replaced(place: Path) -> None:
@@ -160,21 +161,24 @@ def test_readers_of_a_bundle_that_is_replaced(place: Path) -> None:
     begin = time.perf_counter()
     load_bundle(place)
     load = max(0.02, time.perf_counter() - begin)
-    pauses = itertools.cycle((load, 2 * load, 10 * load))  # in the last one any reader gets through
-    readers = [start(READER, place, 12) for _ in range(3)]
-    release(readers)
-    while any(reader.poll() is None for reader in readers):
-        publish.exchange(other, place)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            readers[0].wait(next(pauses))
+    readers = [start(READER, place) for _ in range(3)]
     seen: dict[str, set[str]] = {}
-    for reader in readers:
-        said, errors = reader.communicate()
-        assert reader.returncode == 0, errors
-        assert len(said.splitlines()) == 12
-        for line in said.splitlines():
-            fingerprint, logits = line.split()
-            seen.setdefault(fingerprint, set()).add(logits)
+    with contextlib.ExitStack() as ended:
+        for reader in readers:
+            ended.enter_context(reader)
+            ended.callback(reader.kill)
+            assert heard(reader) == "ready"
+        for turn in range(12):
+            for reader in readers:
+                release(reader)
+            # In the middle of their loads, wherever that is today, but never so often that one of
+            # them gives up: the next load begins when all have ended this one.
+            for pause in (load / 4, load / 2, load):
+                publish.exchange(other, place)
+                time.sleep(pause * (1 + turn % 4))
+            for reader in readers:
+                fingerprint, logits = heard(reader).split()
+                seen.setdefault(fingerprint, set()).add(logits)
     assert {*seen} <= known
     assert all(len(logits) == 1 for logits in seen.values())
 
@@ -239,7 +243,9 @@ else:
 
 def test_two_processes_extend_at_once(place: Path) -> None:
     writers = {tokens: start(EXTENDER, place, tokens) for tokens in (4, 6)}
-    release(list(writers.values()))
+    for act in (heard, release):  # all begin at once
+        for writer in writers.values():
+            act(writer)
     said = {tokens: writer.communicate()[0].strip() for tokens, writer in writers.items()}
     done = [tokens for tokens, text in said.items() if text == "done"]
     assert done
