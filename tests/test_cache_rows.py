@@ -194,6 +194,18 @@ def test_fork_reads_before_it_writes() -> None:
         assert_rows_equal(turned, (row + 1) % BATCH, state, row)
 
 
+def test_insert_waits_for_nothing() -> None:
+    """It can be scheduled while what it reads is still computed."""
+    state, other = empty("full"), empty("full")
+    mx.eval(state, other)
+    other = {name: array + 0 for name, array in other.items()}
+    before = mx.get_active_memory()
+    after = cache.insert(state, [2, 1], other, [0, 1])
+    moved = cache.insert(state, 2, other, 1)
+    assert mx.get_active_memory() - before < 1000  # two numbers of rows, and no array
+    mx.eval(after, moved)
+
+
 @each_kind
 def test_select_and_insert_move_rows_between_batches(kind: str) -> None:
     model, state = model_of(kind), filled(kind)

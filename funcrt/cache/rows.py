@@ -170,7 +170,8 @@ def insert(state: CacheState, row: Rows, other: CacheState, other_row: Rows) -> 
                 f"insert: {name} is {moved[name].dtype} {list(moved[name].shape[1:])} there, "
                 f"{array.dtype} {list(array.shape[1:])} here"
             )
-    settle(moved.values())  # `other` may be `state` itself
+    if any(array is other[name] for name, array in state.items()):  # read before it is written
+        settle(moved.values())
     return _put(state, target, moved)
 
 
@@ -240,6 +241,8 @@ def as_rows(rows: Rows, batch: int, name: str) -> mx.array:
     values = read(index)
     if values is not None and any(not 0 <= row < batch for row in values):
         raise CacheError(f"{name}: rows are 0 to {batch - 1}, got {values}")
+    if values is not None:
+        return index
     return mx.clip(index, 0, batch - 1)  # a traced index out of range must not leave the array
 
 

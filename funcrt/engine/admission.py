@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from funcrt import machine
 from funcrt.buckets import BucketPlan
-from funcrt.engine.prompts import most_places
+from funcrt.engine.grouping import most_places
 from funcrt.engine.request import Request
 from funcrt.errors import CapacityError
 from funcrt.footprint import Footprint

@@ -17,6 +17,9 @@ import mlx.core as mx
 LEAST_SHARED = 8
 """A shorter common beginning costs more to copy than to compute."""
 
+Start = tuple[int, ...]
+"""The adapter, then the first tokens."""
+
 
 @dataclass(eq=False)
 class Prefix:
@@ -76,17 +79,23 @@ class PrefixPool:
         self._most = self._limit = limit
         self._entries: OrderedDict[Prefix, None] = OrderedDict()
         # By their first tokens: nearly all of many rows have nothing in common with a prompt.
-        self._by_start: dict[tuple[int, ...], set[Prefix]] = {}  # the adapter, then tokens
+        self._by_start: dict[Start, set[Prefix]] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def keep(self, finished: Mapping[int, Request], state: CacheState) -> None:
-        """Keep copies of finished rows, of those that can be of use."""
+    def keep(self, finished: Mapping[int, Request], state: CacheState) -> list[mx.array]:
+        """Keep copies of finished rows, of those that can be of use.
+
+        Returns:
+            The copies, which are scheduled: once they are known, `state` may be written.
+        """
         entries = [self._keep(request, state, row) for row, request in finished.items()]
-        # Now, for the next call writes what they are copied from; but not those that had to give
-        # way to others of these.
-        mx.eval([entry.state for entry in entries if entry and entry in self._entries])
+        # Not those that had to give way to others of these.
+        kept = [entry for entry in entries if entry and entry in self._entries]
+        copies = [array for entry in kept for array in entry.state.values()]
+        mx.async_eval(copies)  # type: ignore[no-untyped-call]
+        return copies
 
     def _keep(self, request: Request, state: CacheState, row: int) -> Prefix | None:
         tokens = request.sequence[: request.cached]
@@ -111,7 +120,7 @@ class PrefixPool:
                     self._drop(other)
         entry = Prefix(tokens, copied, request.written, nbytes, request.adapter)
         self._entries[entry] = None
-        self._by_start.setdefault(_start(tokens, entry.adapter), set()).add(entry)
+        self._by_start.setdefault(start_of(tokens, entry.adapter), set()).add(entry)
         self.nbytes += nbytes
         return entry
 
@@ -135,7 +144,7 @@ class PrefixPool:
         return best, length
 
     def _like(self, tokens: Sequence[int], adapter: int) -> Collection[Prefix]:
-        return self._by_start.get(_start(tokens, adapter), ())
+        return self._by_start.get(start_of(tokens, adapter), ())
 
     def _shrink(self, limit: int) -> None:
         while self._entries and self.nbytes > limit:
@@ -143,7 +152,7 @@ class PrefixPool:
 
     def _drop(self, entry: Prefix) -> None:
         del self._entries[entry]
-        start = _start(entry.tokens, entry.adapter)
+        start = start_of(entry.tokens, entry.adapter)
         self._by_start[start].discard(entry)
         if not self._by_start[start]:
             del self._by_start[start]
@@ -159,7 +168,8 @@ class PrefixPool:
         return common
 
 
-def _start(tokens: Sequence[int], adapter: int) -> tuple[int, ...]:
+def start_of(tokens: Sequence[int], adapter: int) -> Start:
+    """What two texts have in common if one can be forked from the other."""
     return (adapter, *tokens[:LEAST_SHARED])
 
 

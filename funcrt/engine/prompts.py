@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Sequence
 
 from funcrt import cache, sampling
-from funcrt.buckets import Bucket, BucketPlan, choose_overhead
+from funcrt.buckets import Bucket, choose_overhead
 from funcrt.cache import CacheState
 from funcrt.compiled import Compiled
-from funcrt.engine.calls import Call, find_tops, read_choices
+from funcrt.engine.calls import Call, find_tops
 from funcrt.engine.controls import is_greedy, make
-from funcrt.engine.prefixes import LEAST_SHARED, Prefix, PrefixPool
+from funcrt.engine.flight import Flight
+from funcrt.engine.grouping import cut, most_places
+from funcrt.engine.prefixes import LEAST_SHARED, Prefix, PrefixPool, Start, start_of
 from funcrt.engine.request import Request
 from funcrt.engine.rows import Rows, choose_capacity, copy_row, pad, stack
 from funcrt.low_rank import ROWS
-from funcrt.sampling import Sampled
 
 import mlx.core as mx
-
-_WHOLE_CALL = 4  # times the overhead: such a call spends most of its time on tokens
-
-
-def most_places(plan: BucketPlan) -> int:
-    """Tokens of the largest call of several prompts; a call of one may have more."""
-    return max(plan.tokens[-1], _WHOLE_CALL * choose_overhead())
 
 
 class Prefilling:
@@ -53,9 +46,13 @@ class Prefilling:
         self._overhead = choose_overhead()
         self._most_places = most_places(self._plan)
 
-    def prefill(self) -> tuple[Call, CacheState]:
-        """One chunk. Requests with a choice have left; the state returned is theirs, by row."""
-        begin = time.perf_counter()
+    def prefill(self) -> tuple[Call, Flight | None, CacheState]:
+        """Schedule one chunk.
+
+        Returns:
+            The call; what it chooses for the prompts that are done, if any are, which have left;
+            and the state, whose rows are theirs.
+        """
         group = self._choose_group()
         new = [request for request in group if request.row is None]
         for request in new:
@@ -79,60 +76,59 @@ class Prefilling:
         logits, state = self._compiled.prefill(tokens, valid, state, first=is_first)
         rows = dict(enumerate(group))
         reused = sum(request.completion.reused_tokens for request in new)
-        call = Call("prefill", Bucket(batch, width, capacity), rows, sum(counts), reused=reused)
+        bucket = Bucket(batch, width, capacity)
+        call = Call("prefill", bucket, rows, sum(counts), reused=reused)
         ready = {row: request for row, request in rows.items() if not request.pending}
-        if ready:
-            sampled = self._sample(logits, group, batch)
-            tops = find_tops(self._compiled, sampled, ready.values())
-            mx.eval(sampled, tops, state)
-            call.choices = read_choices(sampled, tops, ready)
-        else:
-            mx.eval(state)
+        flight = self._choose(logits, bucket, group, ready) if ready else None
+        if flight is not None:
+            flight.finish(state)
+        copies = []
         for row, request in rows.items():
             if row in ready:
                 self.requests.remove(request)
             else:
                 fitting = choose_capacity(self._plan, self._spec, request.cached)
                 request.row = copy_row(state, row, fitting)
-        mx.eval([request.row for request in group if request.row is not None])
-        call.seconds = time.perf_counter() - begin
-        return call, state
+                copies.append(request.row)
+        mx.eval(copies)  # before others write what they are copied from
+        return call, flight, state
 
     def _choose_group(self) -> list[Request]:
-        """The requests of the next chunk: as many as make a token cheapest.
+        """The requests of the next chunk: one of the calls that are the cheapest way through all.
 
-        Those with the shortest rest go first, so that a short prompt does not wait for a long one;
-        every chunk that a request waited for counts for it, so that none waits for ever.
+        It is that of the request with the shortest rest, so that a short prompt does not wait for
+        a long one; every chunk that a request waited for counts for it, so that none waits for
+        ever.
         """
         longest = self._plan.tokens[-1]
-        queue = sorted(self.requests, key=lambda r: r.pending - r.waited * longest)
-        group: list[Request] = []
-        best, cheapest, places = 1, float("inf"), 0
-        for request in queue:
-            if self._waits(request, group):
-                continue
-            group.append(request)
-            width = self._plan.choose_chunk(max(r.pending for r in group), self._overhead)
-            smaller, places = places, self._plan.choose_batch(len(group)) * width
-            if smaller and places > max(smaller, self._most_places):
-                group.pop()
+        by_turn = sorted(self.requests, key=lambda r: r.pending - r.waited * longest)
+        chosen: list[Request] = []
+        alike: dict[Start, list[Request]] = {}
+        for request in by_turn:
+            others = alike.setdefault(start_of(request.prompt, request.adapter), [])
+            if not self._waits(request, others):
+                others.append(request)
+                chosen.append(request)
+        turn = chosen[0]
+        chosen.sort(key=lambda r: r.pending)
+        place, begin = chosen.index(turn), 0
+        pending = [request.pending for request in chosen]
+        for end in cut(pending, self._plan, self._overhead, self._most_places):
+            if place < end:
                 break
-            cost = (places + self._overhead) / sum(min(width, r.pending) for r in group)
-            if cost < cheapest:
-                best, cheapest = len(group), cost
-        group = group[:best]
+            begin = end
+        group = chosen[begin:end]
         for request in self.requests:
             request.waited += request not in group
         return group
 
-    def _waits(self, request: Request, group: Collection[Request]) -> bool:
-        """Whether a request had better fork what is about to be computed for one of the group."""
+    def _waits(self, request: Request, others: Collection[Request]) -> bool:
+        """Whether a request had better fork what is about to be computed for one of the others."""
         if request.row is not None:
             return False
         soon = [
             self._prefixes.reusable(other.prompt, len(other.prompt), request.prompt)
-            for other in group
-            if other.adapter == request.adapter
+            for other in others
         ]
         return any(soon) and max(soon) >= self._find_prefix(request)[1] + LEAST_SHARED
 
@@ -188,14 +184,20 @@ class Prefilling:
         mx.eval(copied)  # nothing may hold the state when the next step writes it
         return copied
 
-    def _sample(self, logits: mx.array, group: Sequence[Request], batch: int) -> Sampled:
+    def _choose(
+        self, logits: mx.array, bucket: Bucket, group: Sequence[Request], ready: dict[int, Request]
+    ) -> Flight:
         """The first new tokens of prompts that are done; at those of the others nobody looks."""
         if is_greedy(group):
-            return sampling.greedy(logits)._replace(logits=logits)
-        requests = [*group, *[None] * (batch - len(group))]
-        positions = mx.array([r.cached if r else 0 for r in requests], dtype=mx.int32)
-        settings = make(requests, self._compiled.vocab_size)
-        return self._compiled.sample(logits, positions, settings)._replace(logits=logits)
+            sampled = sampling.greedy(logits)
+        else:
+            requests = [*group, *[None] * (bucket.batch - len(group))]
+            positions = mx.array([r.cached if r else 0 for r in requests], dtype=mx.int32)
+            settings = make(requests, self._compiled.vocab_size)
+            sampled = self._compiled.sample(logits, positions, settings)
+        sampled = sampled._replace(logits=logits)
+        tops = find_tops(self._compiled, sampled, ready.values())
+        return Flight(bucket, ready, sampled, tops)
 
 
 def _take_row(request: Request) -> CacheState | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from funcrt import cache
 from funcrt.buckets import BucketPlan
@@ -33,6 +33,7 @@ class Rows:
         self._spec = spec
         self._plan = plan
         self._slack = 0
+        self._readers: list[mx.array] = []
         self.state: CacheState | None = None
         self.requests: list[Request | None] = []
         self.capacity = 0
@@ -99,11 +100,17 @@ class Rows:
         self.requests[row] = None
         if not self.seated:
             self.state = None
+            self._readers.clear()
             self.requests = []
             self.capacity = 0
 
+    def let_read(self, readers: Iterable[mx.array]) -> None:
+        """Do not write the state before these are known, which are scheduled and read it."""
+        self._readers.extend(readers)
+
     def take(self) -> CacheState:
         """The state, for a call that replaces it: nothing else may hold it then."""
+        self._finish_reading()
         state, self.state = self.state, None
         assert state is not None
         return state
@@ -111,16 +118,20 @@ class Rows:
     def _settle(self) -> CacheState:
         """The state. Rows are written in place only where nothing is still to read the old ones."""
         assert self.state is not None
+        self._finish_reading()
         mx.eval(self.state)
         return self.state
+
+    def _finish_reading(self) -> None:
+        mx.eval(self._readers)
+        self._readers.clear()
 
     def _choose(self, rows: int, tokens: int) -> tuple[int, int]:
         return self._plan.choose_batch(rows), choose_capacity(self._plan, self._spec, tokens)
 
     def _move(self, batch: int, capacity: int) -> None:
-        assert self.state is not None
         seated = self.seated
-        state, self.state = self.state, None
+        state = self.take()
         if len(seated) < self.batch:  # idle rows stay behind, whatever they hold
             state = cache.select(state, list(seated))
             mx.eval(state)  # the larger one is let go before the next copy

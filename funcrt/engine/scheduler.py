@@ -7,13 +7,14 @@ either of them gives is delivered before the other begins.
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
 
 from funcrt.cache import CacheState
 from funcrt.compiled import Compiled
 from funcrt.engine.admission import Admission
-from funcrt.engine.calls import Call
+from funcrt.engine.calls import Call, read_choices
 from funcrt.engine.decoding import Decoding
 from funcrt.engine.handle import Handle
 from funcrt.engine.prefixes import PrefixPool, Rewind
@@ -161,15 +162,23 @@ class Scheduler:
             self._prompts.requests.append(self._waiting.popleft())
 
     def _prefill(self) -> None:
-        call, state = self._prompts.prefill()
+        begin = time.perf_counter()
+        call, flight, state = self._prompts.prefill()
+        if flight is None:
+            call.seconds = time.perf_counter() - begin
+            self._count(call, 0)
+            return
+        # Rows join before their first token is read, so that the device goes on meanwhile; those
+        # that end with it need no place.
+        staying = {row: r for row, r in flight.rows.items() if r.remaining > 1}
+        self._seat([staying.get(row) for row in range(call.bucket.batch)], state)
+        call.choices = read_choices(flight.sampled, flight.tops, flight.rows)
+        call.seconds = time.perf_counter() - begin
         new = self._record(call)
-        finished = {row: request for row, request in call.rows.items() if request.finished}
-        self._prefixes.keep(finished, state)
-        seats = [call.rows.get(row) for row in range(call.bucket.batch)]
-        for row, request in call.rows.items():
-            if request.finished or request not in call.choices:
-                seats[row] = None
-        self._seat(seats, state)
+        ended = {row: request for row, request in flight.rows.items() if request.finished}
+        leaving = {row: request for row, request in ended.items() if row not in staying}
+        self._running.let_read(self._prefixes.keep(leaving, state))
+        self._retire([request for row, request in ended.items() if row in staying])
         self._count(call, new)
 
     def _seat(self, seats: Sequence[Request | None], state: CacheState) -> None:
@@ -254,7 +263,7 @@ class Scheduler:
         assert self._running.state is not None
         # Rows may have moved since the step was begun that these end with.
         rows = {self._running.requests.index(request): request for request in requests}
-        self._prefixes.keep(rows, self._running.state)
+        self._running.let_read(self._prefixes.keep(rows, self._running.state))
         for row in rows:
             self._running.release(row)
 

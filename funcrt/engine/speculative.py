@@ -14,8 +14,8 @@ from funcrt import cache
 from funcrt.buckets import BucketPlan, choose_overhead
 from funcrt.calling import CallForm
 from funcrt.engine.controls import Controls, is_greedy
+from funcrt.engine.grouping import most_places
 from funcrt.engine.prefixes import shared
-from funcrt.engine.prompts import most_places
 from funcrt.engine.request import Request
 from funcrt.engine.rows import Rows, pad
 from funcrt.errors import CapacityError, InputError

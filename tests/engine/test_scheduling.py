@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from funcrt.buckets import Bucket, BucketPlan
-from funcrt.cache import state_size
+from funcrt.cache import CacheLayout, init_cache, state_size
+from funcrt.engine.rows import Rows
+from tests.cache_kinds import model_of
 from tests.engine.harness import CACHES, DirectEngine, oracle, subject, toys
 from tests.helpers import random_tokens
 
+import mlx.core as mx
 import pytest
 
 
@@ -103,6 +106,29 @@ def test_beginnings_are_forked_from_running_and_from_ended_rows(kind):
         assert handle.result(0).tokens == known.complete(text, count)[0]
 
 
+def test_whoever_ends_with_its_first_token_needs_no_place():
+    engine = DirectEngine(subject("full"))
+    engine.submit([1, 2], max_tokens=9)
+    engine.round()
+    single = engine.submit([3, 4], max_tokens=1)
+    engine.round()
+    assert single.done()
+    assert single.result(0).tokens == oracle("full").complete([3, 4], 1)[0]
+    engine.run()
+    assert {r.bucket.batch for r in engine.reports if r.function == "decode"} == {1}
+
+
+def test_short_prompts_do_not_share_a_call_with_long_ones():
+    """All in one call would be one overhead less, and more padding than that."""
+    plan = BucketPlan(batch=(1, 2, 4), tokens=(2, 8), capacity=(64,))
+    engine = DirectEngine(subject("full"), plan)
+    for seed, length in enumerate((7, 1, 8, 2)):
+        engine.submit(random_tokens(length, seed), max_tokens=2)
+    engine.run()
+    shapes = [r.bucket for r in engine.reports if r.function == "prefill"]
+    assert [(b.batch, b.tokens) for b in shapes] == [(2, 2), (2, 8)]
+
+
 def test_equal_prompts_are_computed_once():
     engine = DirectEngine(subject("full"))
     prompt = random_tokens(33, 2)
@@ -126,6 +152,21 @@ def test_buckets_grow_at_once_and_shrink_with_patience():
     assert [a for a, b in pairwise([*batches, 0]) if a != b] == [1, 3, 1]
     assert [a for a, b in pairwise([*capacities, 0]) if a != b] == [24, 48]
     assert all(other.done() for other in others)
+
+
+@pytest.mark.parametrize("write", [lambda r: r.take(), lambda r: r.fit(2, 3)], ids=["take", "fit"])
+def test_a_state_is_written_when_its_readers_have_ended(write):
+    plan, spec = (
+        BucketPlan(batch=(1, 2), tokens=(4,), capacity=(16,)),
+        model_of("full").cache_spec(CacheLayout()),
+    )
+    rows = Rows(spec, plan)
+    rows.adopt(init_cache(spec, 1, 16), [object()])
+    copy = mx.zeros((1000, 1000)) + 1
+    rows.let_read([copy])
+    before = mx.get_active_memory()
+    write(rows)
+    assert mx.get_active_memory() - before > copy.nbytes / 2  # the state may be gone
 
 
 def test_options_may_differ_between_prompts():
