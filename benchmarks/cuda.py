@@ -146,25 +146,48 @@ def run_ragged(
         slow: mlx-lm takes half a minute for a round, so that a few requests have to warm it up.
     """
     source, results = sizes.source(model, form), []
-    shortest, longest, new = (sizes.tokens(n) for n in (SHORTEST, LONGEST, RAGGED_NEW))
+    new = sizes.tokens(RAGGED_NEW)
     for batch in batches:
-        lengths = ragged.spread(range(shortest, longest + 1), min(REQUESTS, 4 * batch))
-        plan = {
-            "batch": sorted({1, *(max(1, batch // n) for n in (8, 4, 2)), batch}),
-            "tokens": sorted({sizes.tokens(n) for n in (32, 128, 256, 512)}),
-            "capacity": sorted({capacity(shortest + new), capacity(256), capacity(longest + new)}),
-        }
+        lengths, plan = ragged_lengths(sizes, batch), ragged_plan(sizes, batch)
         specs = {
             OURS: Spec("compiled", source, plan),
             THEIRS: Spec("mlx-lm-batch", source, batch=batch),
         }
-        # The longest first would be kinder to any scheduler; they arrive in no order.
-        warm, *measured = draw(shuffle(lengths), 1 + min(rounds, sizes.rounds), sizes.vocab(model))
+        warm, *measured = draw(lengths, 1 + min(rounds, sizes.rounds), sizes.vocab(model))
         with Team(specs) as team:
             team.warm(warm, new, slow={THEIRS: (8, 4)} if slow else None)
             case = ragged.run_case(team, measured, new, batch, [(OURS, THEIRS)])
         results.append({**case, "plan": plan})
     return {"kind": "ragged", "model": f"{model} {form}", "cases": results}
+
+
+def ragged_lengths(sizes: Sizes, batch: int) -> list[int]:
+    """Tokens of the prompts; the longest first would be kinder to any scheduler."""
+    every = range(sizes.tokens(SHORTEST), sizes.tokens(LONGEST) + 1)
+    return shuffle(ragged.spread(every, min(REQUESTS, 4 * batch)))
+
+
+def ragged_plan(sizes: Sizes, batch: int) -> dict[str, list[int]]:
+    """The buckets of ragged requests."""
+    shortest, longest, new = (sizes.tokens(n) for n in (SHORTEST, LONGEST, RAGGED_NEW))
+    return {
+        "batch": [n for n in (1, 2, 4, 8, 16, 32, 64) if n <= batch],
+        "tokens": sorted({sizes.tokens(n) for n in (32, 64, 128, 192, 256, 384, 512)}),
+        "capacity": sorted({capacity(shortest + new), capacity(256), capacity(longest + new)}),
+    }
+
+
+def run_trace(sizes: Sizes, model: str, batch: int) -> Result:
+    """What the GPU does meanwhile, in a process of its own."""
+    lengths, plan = ragged_lengths(sizes, batch), ragged_plan(sizes, batch)
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.tracing", sizes.source(model),
+         "--plan", json.dumps(plan), "--prompts", json.dumps(lengths),
+         "--new", str(sizes.tokens(RAGGED_NEW))],
+        cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True,
+    )  # fmt: skip
+    found: Result = json.loads(done.stdout)
+    return {"kind": "trace", "model": f"{model} bfloat16", "batch": batch, "plan": plan, **found}
 
 
 def shuffle(lengths: Sequence[int]) -> list[int]:
@@ -176,7 +199,7 @@ def shuffle(lengths: Sequence[int]) -> list[int]:
 def run_steps(sizes: Sizes) -> Result:
     """One row decodes from step 1 to step 8,000 in one bucket."""
     count = max(400, steps.COUNT // sizes.divide)
-    found = steps.run_case(sizes.source("1b"), sizes.vocab("1b"), count, min(2, sizes.rounds))
+    found = steps.run_case(sizes.source("1b"), sizes.vocab("1b"), count, sizes.rounds)
     return {"kind": "steps", "model": "1b bfloat16", **found}
 
 
@@ -236,6 +259,8 @@ STEPS: Mapping[str, Callable[[Sizes], Result]] = {
     "1b-batches": lambda s: run_ragged(s, "1b", "bfloat16", [1, 4], 2),
     "8b-ragged-64": lambda s: run_ragged(s, "8b", "bfloat16", [64], 2),
     "families": run_families,
+    "1b-trace": lambda s: run_trace(s, "1b", 16),
+    "8b-trace": lambda s: run_trace(s, "8b", 16),
     "transformers": lambda s: run_sequence(s, "1b", "bfloat16", PROMPTS[:1], 3, [TORCH]),
     "transformers-8b": lambda s: run_sequence(s, "8b", "bfloat16", PROMPTS[:1], 3, [TORCH]),
 }

@@ -115,6 +115,17 @@ def profile_table(result: Mapping[str, Any]) -> str:
     return table(("ms", *parts, "primitives"), rows)
 
 
+def trace_table(result: Mapping[str, Any]) -> str:
+    """What a GPU did while requests were served: the kernels that took longest, and the pauses."""
+    parts = {**result["kernels"], **{f"pauses {k}": v for k, v in result["pauses"].items()}}
+    rows = [
+        (f"`{name}`", str(part["count"]), f"{part['ms']:.0f}", f"{part['ms'] / span:.1%}")
+        for name, part in parts.items()
+        if (span := result["span_ms"]) and part["ms"] >= 0.005 * span
+    ]
+    return table(("", "count", "ms", "share"), rows)
+
+
 def other_tables() -> Iterator[str]:
     """The tables of results that have no cases."""
     for name, place in (("cold", "CPU"), ("cuda-cold", "H200")):
@@ -130,6 +141,14 @@ def other_tables() -> Iterator[str]:
                 f"{place}, where the time of a decode step goes "
                 f"([what each means](../profiling.py); {link(name)}):\n\n"
                 f"{profile_table(result)}"
+            )
+    for name in ("cuda-1b-trace", "cuda-8b-trace"):
+        if result := read(name):
+            yield (
+                f"H200, {result['model']}, ragged requests in a batch of {result['batch']}: "
+                f"the GPU is busy for {result['busy_ms']:.0f} of {result['span_ms']:.0f} ms while "
+                f"it is traced, {1000 * result['served_s']:.0f} ms without the tracer ({link(name)}):\n\n"
+                f"{trace_table(result)}"
             )
 
 

@@ -13,6 +13,7 @@ from benchmarks import (
     report,
     sequence,
     steps,
+    tracing,
     weights,
     workers,
 )
@@ -306,3 +307,38 @@ def test_graph_files_are_grouped_by_function() -> None:
 def test_medians_keep_the_structure() -> None:
     runs = [{"a": n, "b": {"c": 10 * n}} for n in (3, 1, 2)]
     assert graph_files.summarize(runs) == {"a": 2, "b": {"c": 20}}
+
+
+def test_a_trace_is_added_up_by_hand() -> None:
+    events = [
+        tracing.Event("void multiply<float, 3>(int, float*)", 100, 130),
+        tracing.Event("copy", 120, 140),  # beside it
+        tracing.Event("void multiply<float, 3>(int, float*)", 143, 150),
+        tracing.Event("add", 1150, 1151),
+    ]
+    found = tracing.summarize_events(events)
+    assert found["span_ms"] == pytest.approx(1.051)
+    assert found["busy_ms"] == pytest.approx(0.048)
+    assert found["pauses"] == {
+        "below 2000 us": {"count": 1, "ms": pytest.approx(1.0)},
+        "below 5 us": {"count": 1, "ms": pytest.approx(0.003)},
+    }
+    assert list(found["kernels"]) == ["multiply<float, 3>", "copy", "add"]
+    assert found["kernels"]["multiply<float, 3>"] == {"count": 2, "ms": pytest.approx(0.037)}
+    shown = {**found, "model": "m", "batch": 2, "served_s": 1}
+    assert "| `pauses below 2000 us` | 1 | 1 | 95.1% |" in report.trace_table(shown)
+
+
+def test_a_trace_of_nothing() -> None:
+    found = tracing.summarize_events([])
+    assert (found["span_ms"], found["busy_ms"], found["events"]) == (0, 0, 0)
+    assert report.trace_table({**found}).count("\n") == 2
+
+
+def test_calls_are_timed_from_one_report_to_the_next() -> None:
+    calls = [("prefill", 1.0), ("decode", 1.002), ("decode", 1.005), ("decode", 1.015)]
+    found = tracing.summarize_calls(calls)
+    assert list(found) == ["decode"]
+    assert found["decode"] == {
+        "count": 3, "ms": pytest.approx(3.0), "ms_in_all": pytest.approx(15.0)
+    }  # fmt: skip
