@@ -147,7 +147,8 @@ def other_tables() -> Iterator[str]:
             yield (
                 f"H200, {result['model']}, ragged requests in a batch of {result['batch']}: "
                 f"the GPU is busy for {result['busy_ms']:.0f} of {result['span_ms']:.0f} ms while "
-                f"it is traced, {1000 * result['served_s']:.0f} ms without the tracer ({link(name)}):\n\n"
+                f"it is traced, and without the tracer they take {result['served_s']:.2f} s "
+                f"({link(name)}):\n\n"
                 f"{trace_table(result)}"
             )
 

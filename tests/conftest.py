@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import tempfile
 from pathlib import Path
 
 import funcrt  # before mlx: it picks the host BLAS
@@ -12,13 +10,6 @@ from funcrt.model import Model
 
 import pytest
 from hypothesis import settings
-
-# MLX writes the kernels that it compiles into the temp folder, and not atomically: each of several
-# processes of tests, and what it starts, has one of its own.
-if worker := os.environ.get("PYTEST_XDIST_WORKER"):
-    tempfile.tempdir = str(Path(tempfile.gettempdir()) / f"funcrt-tests-{worker}")
-    os.environ["TMPDIR"] = tempfile.tempdir
-    Path(tempfile.tempdir).mkdir(exist_ok=True)
 
 # A shell starts background jobs with Ctrl-C ignored, and what tests start would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
