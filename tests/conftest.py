@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import funcrt  # before mlx: it picks the host BLAS
 from funcrt.model import Model
@@ -18,6 +19,28 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 settings.register_profile("repository", deadline=None, derandomize=True, print_blob=False)
 settings.load_profile("repository")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest begins first, or one worker would be left alone with it."""
+    items.sort(key=lambda item: not _is_of_smollm2(item.nodeid))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A worker takes whole files, for what is made once for a file; all of SmolLM2's are one."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Files(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "smollm2" if _is_of_smollm2(nodeid) else nodeid.partition("::")[0]
+
+    config.option.loadscopereorder = False
+    return Files(config, log)
+
+
+def _is_of_smollm2(nodeid: str) -> bool:
+    return "test_smollm2" in nodeid
 
 
 @pytest.fixture(scope="session")
