@@ -6,6 +6,7 @@ import math
 from typing import NamedTuple
 
 from funcrt.config.rope import RopeConfig
+from funcrt.machine import is_on_gpu
 
 import mlx.core as mx
 
@@ -16,7 +17,8 @@ class Rotary(NamedTuple):
     Attributes:
         positions: int32 `[B]` (position of the first packed token) or `[B, T]`.
         periods: float32 `[R/2]`, positions per radian of each plane, shared by all rows; or None.
-        waves: cos and sin, float32 `[B, 1, T, R/2]`, where frequencies differ by row; or None.
+        waves: cos and sin, float32 `[B, 1, T, R/2]`, where frequencies differ by row, or where MLX
+            has no kernel that makes them on the way: made once, not in every layer. Or None.
         dims: R, how much of each head's width turns.
         interleaved: whether neighbours form the planes, not the two halves.
         factor: what is multiplied before it turns.
@@ -36,8 +38,9 @@ class Rotary(NamedTuple):
     def __call__(self, x: mx.array) -> mx.array:
         """Turn the first R of the last axis of `x [B, N, T, D]`."""
         x = x if self.factor == 1.0 else self._scaled(x)
-        if self.periods is None:
-            return self._turn_by_waves(x)
+        if self.waves is not None:
+            return self._turn_by_waves(x, *self.waves)
+        assert self.periods is not None
         turned = self._turn(x, self.periods)
         if self.past is None or self.long_periods is None:
             return turned
@@ -63,9 +66,8 @@ class Rotary(NamedTuple):
             offset=offset, freqs=periods,
         )  # fmt: skip
 
-    def _turn_by_waves(self, x: mx.array) -> mx.array:
-        assert self.waves is not None
-        cos, sin = (wave.astype(x.dtype) for wave in self.waves)
+    def _turn_by_waves(self, x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
+        cos, sin = cos.astype(x.dtype), sin.astype(x.dtype)
         part, rest = x[..., : self.dims], x[..., self.dims :]
         if self.interleaved:
             low, high = part[..., ::2], part[..., 1::2]
@@ -106,13 +108,30 @@ def make_rotary(
         where, _periods(frequencies(rope, dims)), None, dims, rope.interleaved,
         attention_factor(rope),
     )  # fmt: skip
-    if rope.kind != "longrope":
-        return rotary
-    past = longest > rope.original_max_positions
-    return rotary._replace(
-        past=past[:, None, None, None],
-        long_periods=_periods(_divided(rope, dims, rope.long_factor)),
-    )
+    if rope.kind == "longrope":
+        past = longest > rope.original_max_positions
+        rotary = rotary._replace(
+            past=past[:, None, None, None],
+            long_periods=_periods(_divided(rope, dims, rope.long_factor)),
+        )
+    return rotary if is_on_gpu() else rotary._replace(waves=_waves(rotary, tokens))
+
+
+def _waves(rotary: Rotary, tokens: int) -> tuple[mx.array, mx.array]:
+    """What `mx.fast.rope` computes where it is no kernel, to the bit. Float32 `[B, 1, T, R/2]`."""
+    assert rotary.periods is not None
+    rates = 1.0 / rotary.periods
+    if rotary.past is not None and rotary.long_periods is not None:
+        rates = mx.where(rotary.past, 1.0 / rotary.long_periods, rates)  # [B,1,1,R/2]
+    angles = _each(rotary.positions, tokens) * rates
+    return mx.cos(angles), mx.sin(angles)
+
+
+def _each(positions: mx.array, tokens: int) -> mx.array:
+    """Float32 `[B, 1, T, 1]`, of positions `[B, T]` or of the first of each row."""
+    if positions.ndim == 1:
+        positions = positions[:, None] + mx.arange(tokens, dtype=mx.int32)
+    return positions.astype(mx.float32)[:, None, :, None]
 
 
 def _periods(frequencies: list[float]) -> mx.array:
@@ -186,9 +205,7 @@ def _dynamic_waves(
     base = rope.theta * stretch ** (dims / (dims - 2))  # [B]
     exponent = mx.arange(0, dims, 2, dtype=mx.float32) / dims
     inverse = mx.exp(-mx.log(base)[:, None] * exponent)  # [B,R/2]
-    if where.ndim == 1:
-        where = where[:, None] + mx.arange(tokens, dtype=mx.int32)
-    angles = where.astype(mx.float32)[:, None, :, None] * inverse[:, None, None]
+    angles = _each(where, tokens) * inverse[:, None, None]
     return mx.cos(angles), mx.sin(angles)
 
 
