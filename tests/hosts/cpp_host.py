@@ -84,7 +84,8 @@ def follow(
         chunks = [row[:width] for row in pending]
         valid = mx.array([[i < len(chunk) for i in range(width)] for chunk in chunks])
         padded = [chunk + [0] * (width - len(chunk)) for chunk in chunks]
-        last, state = compiled.prefill(mx.array(padded, dtype=mx.int32), valid, state)
+        tokens, is_first = mx.array(padded, dtype=mx.int32), pending is rows
+        last, state = compiled.prefill(tokens, valid, state, first=is_first)
         logits = mx.where(mx.any(valid, axis=1, keepdims=True), last, logits)
         pending = [row[width:] for row in pending]
     settings = make_settings(

@@ -68,6 +68,14 @@ def test_a_row_does_not_depend_on_its_neighbours(plain, logits):
     assert together[1] == together[2]  # of another group: the batch has two rows
 
 
+def test_the_first_chunk_looks_at_no_slots(long_calls, without_prefill, logits):
+    prompts = [random_tokens(35, 1), random_tokens(3, 2)]  # the longer one in two chunks
+    expected, last = follow(load_bundle(long_calls), prompts, 5)
+    rows, found = ask(without_prefill, prompts, logits, "--max-tokens=5")
+    assert rows == expected
+    np.testing.assert_array_equal(to_numpy(found), to_numpy(last))
+
+
 def test_texts_end_where_the_largest_capacity_is_full(plain, logits):
     rows, _ = ask(plain, [LONG, SHORT], logits, "--max-tokens=1000")
     assert [len(row) for row in rows] == [32 - len(LONG), 32 - len(SHORT)]

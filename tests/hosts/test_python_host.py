@@ -99,6 +99,16 @@ def test_a_ragged_batch_says_what_the_engine_says(
     assert [[int(number) for number in line.split()] for line in lines] == expected
 
 
+def test_the_first_chunk_looks_at_no_slots(
+    long_calls: Path, without_prefill: Path, run: Command
+) -> None:
+    long, short = random_tokens(35, 1), random_tokens(3, 2)  # the longer one in two chunks
+    expected = generate(load_bundle(long_calls), [long, short], max_tokens=5)
+    prompts = ["--prompt-ids", listed(long), "--prompt-ids", listed(short)]
+    lines = run(without_prefill, *prompts, "--max-tokens", "5").splitlines()
+    assert [[int(number) for number in line.split()] for line in lines] == expected
+
+
 def test_a_row_ends_at_an_end_token(plain: Path, copy: Path, run: Command) -> None:
     whole = run(plain, "--prompt-ids", listed(LONG), "--max-tokens", "12").split()
     manifest = copy / "generation_config.json"

@@ -64,9 +64,9 @@ class Bundle:
         self.params = list(self.load_graph(self.find("prepare"))(*self.load_stored(weights)))
         mx.eval(self.params)
 
-    def find(self, name, **bucket):
-        """The entry of a function, or None."""
-        entries = (e for e in self.target["functions"] if e["name"] == name)
+    def find(self, *names, **bucket):
+        """The entry of the first of these functions that there is, or None."""
+        entries = (e for name in names for e in self.target["functions"] if e["name"] == name)
         return next((e for e in entries if bucket.items() <= (e["bucket"] or {}).items()), None)
 
     def read(self, name):
@@ -120,8 +120,8 @@ class Bundle:
             chunks = [text[done : done + size] for text in texts]
             tokens = mx.array([chunk + [0] * (size - len(chunk)) for chunk in chunks])
             valid = mx.array([[i < len(chunk) for i in range(size)] for chunk in chunks])
-            (new,) = self.call(find("prefill", tokens=size, capacity=slots), tokens, valid)
-            logits = mx.where(valid[:, :1], new, logits).astype(new.dtype)  # of a row's last chunk
+            entry = find(*["prefill_first"][done:], "prefill", tokens=size, capacity=slots)
+            logits = mx.where(valid[:, :1], self.call(entry, tokens, valid)[0], logits)
         lengths, live = mx.array([*map(len, texts)]), [*map(bool, texts)]
         tokens, _, finite, *_ = self.call(find("sample"), logits, lengths, **settings)
         for left in range(limit, 0, -1):

@@ -126,8 +126,11 @@ void Group::prefill() {
     }
     const NamedArrays inputs = {{"tokens", make_array(tokens, {batch_, width}, mx::int32)},
                                 {"valid", make_array(valid, {batch_, width}, mx::bool_)}};
-    const mx::array last =
-        bundle_.call("prefill", {batch_, width, capacity_}, inputs, state_).at("logits");
+    const Bucket bucket = {batch_, width, capacity_};
+    // Faster, since it looks at no slots; not for small T, and not in older bundles.
+    const bool first = !logits && bundle_.manifest().find("prefill_first", bucket);
+    const char* name = first ? "prefill_first" : "prefill";
+    const mx::array last = bundle_.call(name, bucket, inputs, state_).at("logits");
     const mx::array fed = mx::any(inputs.at("valid"), 1, true);
     logits = logits ? mx::where(fed, last, *logits) : last;
     logits->eval();

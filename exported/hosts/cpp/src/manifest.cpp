@@ -185,11 +185,18 @@ std::string Function::key() const {
   return text(name, "_b", bucket->batch, "_t", bucket->tokens, "_s", bucket->capacity);
 }
 
-const Function& Manifest::function(const std::string& name, std::optional<Bucket> bucket) const {
+const Function* Manifest::find(const std::string& name, std::optional<Bucket> bucket) const {
   for (const Function& function : functions) {
     if (function.name == name && function.bucket == bucket) {
-      return function;
+      return &function;
     }
+  }
+  return nullptr;
+}
+
+const Function& Manifest::function(const std::string& name, std::optional<Bucket> bucket) const {
+  if (const Function* found = find(name, bucket)) {
+    return *found;
   }
   const Function wanted{name, "", "", bucket, {}, false, {}, {}};
   throw Error(text(kManifest, ": there is no function ", wanted.key(), ": export the bundle again"));

@@ -87,6 +87,9 @@ struct Manifest {
   double params_allowed;
   std::vector<GoldenCase> cases;
 
+  /// Null where there is no such function.
+  const Function* find(const std::string& name, std::optional<Bucket> bucket) const;
+
   /// Raises Error where there is no such function.
   const Function& function(const std::string& name, std::optional<Bucket> bucket) const;
 
