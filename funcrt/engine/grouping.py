@@ -19,15 +19,16 @@ def cut(pending: Sequence[int], plan: BucketPlan, overhead: int, most: int) -> l
 
     A call has the declared batch for its rows and the chunk with which its longest row begins; it
     costs its places and the `overhead`. What is then left of its rows costs a token a token. The
-    sum over all calls is the least that any cut has; of equal ones fewer calls are made. In order
-    of length nothing is lost by taking neighbors only: exchanging rows of two calls so that the
+    sum over all calls is the least that any cut has; of equal ones the last calls are the largest.
+    In order of length nothing is lost by taking neighbors only: exchanging rows of two calls so that the
     longer ones sit together makes no call wider.
 
     Args:
         pending: tokens of each prompt that are not cached yet, in ascending order.
         plan: the declared buckets; the largest batch bounds the rows of a call.
         overhead: of a call, in tokens, see `funcrt.buckets.choose_overhead`.
-        most: places of the largest call of several rows, see `most_places`.
+        most: places of the largest call, see `most_places`, but that the smallest declared batch
+            is always allowed.
     """
     batches = [0, *(plan.choose_batch(rows) for rows in range(1, plan.batch[-1] + 1))]
     cost, begin = [0], [0]
@@ -36,7 +37,7 @@ def cut(pending: Sequence[int], plan: BucketPlan, overhead: int, most: int) -> l
         left, cheapest, start = 0, -1, end - 1
         for first in reversed(range(max(0, end - plan.batch[-1]), end)):
             places = batches[end - first] * width
-            if end - first > 1 and places > most:
+            if places > max(most, batches[1] * width):
                 break
             left += max(0, pending[first] - width)
             total = cost[first] + places + overhead + left

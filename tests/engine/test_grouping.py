@@ -41,7 +41,7 @@ def groups_of(pending: Sequence[int], ends: Sequence[int]) -> list[list[int]]:
 
 def allowed(groups: Sequence[Sequence[int]], plan: BucketPlan, overhead: int, most: int) -> bool:
     return all(
-        len(group) == 1
+        len(group) <= plan.batch[0]
         or (
             len(group) <= plan.batch[-1]
             and plan.choose_batch(len(group)) * plan.choose_chunk(max(group), overhead) <= most
@@ -87,6 +87,11 @@ def test_equal_costs_are_one_call():
     assert cut([4, 4], plan, 0, 100) == [2]
     assert cut([4, 4, 4], plan, 0, 100) == [1, 3]  # a fourth row would be padding
     assert cut([4, 4, 4], plan, 5, 100) == [3]  # and is cheaper than a second call
+
+
+def test_rows_that_are_there_anyway_are_filled():
+    plan = BucketPlan(batch=[4, 8], tokens=[16], capacity=[32])
+    assert cut([16] * 6, plan, 10, 40) == [2, 6]  # 4 x 16 is more than 40, but the least there is
 
 
 def test_short_prompts_are_not_padded_to_long_ones():
