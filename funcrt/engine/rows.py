@@ -106,7 +106,8 @@ class Rows:
 
     def let_read(self, readers: Iterable[mx.array]) -> None:
         """Do not write the state before these are known, which are scheduled and read it."""
-        self._readers.extend(readers)
+        if self.state is not None:
+            self._readers.extend(readers)
 
     def take(self) -> CacheState:
         """The state, for a call that replaces it: nothing else may hold it then."""

@@ -118,6 +118,15 @@ def test_whoever_ends_with_its_first_token_needs_no_place():
     assert {r.bucket.batch for r in engine.reports if r.function == "decode"} == {1}
 
 
+def test_nothing_is_held_of_those_who_never_sat():
+    engine = DirectEngine(subject("full"))
+    for seed in range(3):
+        engine.submit(random_tokens(9, seed), max_tokens=1)
+        engine.run()
+    assert engine.stats.requests == 3
+    assert not engine.scheduler._running._readers
+
+
 def test_short_prompts_do_not_share_a_call_with_long_ones():
     """All in one call would be one overhead less, and more padding than that."""
     plan = BucketPlan(batch=(1, 2, 4), tokens=(2, 8), capacity=(64,))
