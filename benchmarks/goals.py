@@ -91,7 +91,7 @@ GOALS = [
         "SmolLM2, one sequence (stretch): share of the read bandwidth", 70,
         share(sequence.OURS, "read"), "sequence", unit="%",
         note="The products alone take more than half of a step (profile.json), about what reading "
-        "the weights takes; the rest is what MLX does on the host for 2,165 primitives.",
+        "the weights takes; the rest is what MLX does on the host for the other primitives.",
     ),
     _cpu(
         "SmolLM2 against mlx-lm float32 with the same BLAS: decode", 1.2,
@@ -124,11 +124,12 @@ GOALS = [
     _gpu("1B bf16, ragged 64x128, batch 16", 2.5, ratio("tokens_per_s", *_GPU), "1b-ragged"),
     _gpu(
         "8B bf16, ragged 64x128, batch 16", 1.9, ratio("tokens_per_s", *_GPU), "8b-ragged",
-        note="Decode steps are bound by reading 16 GB of weights, prompts by products, and more "
-        "than a third of the prompt tokens that are multiplied are padding (cuda-8b-ragged.json). "
+        note="Measured when 41 % of the prompt tokens that were multiplied were padding "
+        "(cuda-8b-ragged.json) and the GPU waited while rows joined and ended. Both have changed "
+        "since, and were not measured again. Decode steps are bound by reading 16 GB of weights. "
         "Larger calls of prompts and a faster attention helped; other tiles and stages of the "
-        "products, other sizes of CUDA graphs and fetching the next matrix during attention "
-        "did not.",
+        "products, other sizes of CUDA graphs and fetching the next matrix during attention did "
+        "not. The profile, not run yet: python -m benchmarks.cuda --steps 8b-trace.",
     ),
     _gpu("8B 4-bit, ragged 64x128, batch 16", 5, ratio("tokens_per_s", *_GPU), "8b-4bit-ragged"),
     _gpu("8B bf16, prefill of 2048 tokens", 1.0, ratio("first_token_s", *_GPU, 1), "8b"),
@@ -143,7 +144,7 @@ GOALS = [
     _gpu(
         "step 8,000 against step 100", 1.02, lambda r: r["ratio"], "steps", at_most=True,
         note="Attention reads what is held, 262 MB in the end beside 2.5 GB of weights, and not "
-        "all slots from the beginning. The two rounds differ by more.",
+        "all slots from the beginning. The two rounds differ by more; five were not run yet.",
     ),
     _cpu(
         "peak memory, SmolLM2 from a bundle, mlx-lm in float32 too", 1.05,

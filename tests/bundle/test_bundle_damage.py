@@ -352,6 +352,8 @@ def test_weights_that_are_cut_after_opening(folder: Path, tmp_path: Path) -> Non
         os.truncate(copy / "params.safetensors", 20_000)
         with pytest.raises(BundleError, match="cannot prepare its weights"):
             _ = bundle.prepared
+        with pytest.raises(BundleError, match="could not prepare its weights before: load it"):
+            _ = bundle.prepared
         load_bundle(folder)
 
 
