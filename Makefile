@@ -93,8 +93,8 @@ clean:  ## remove the environments, caches and exported bundles
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	git clean -fdXq exported
 
-# On Linux MLX compiles each new kernel with g++, and most of that is one header. Compiled once, beside it
-# where g++ looks for it, kernels take a third of the time. What does not fit is ignored, and compiled as ever.
+# On Linux MLX compiles each new kernel with g++, and most of the work is one header. g++ takes it compiled,
+# if that lies beside it and was made with the same options; else it compiles it as ever.
 KERNEL_HEADER := mlx/backend/cpu/compiled_preamble.h
 PRECOMPILE = cd $(VENV)/lib/python3*/site-packages/mlx/include 2>/dev/null && [ "$(SYSTEM)" = Linux ] \
 	&& g++ -w -std=c++17 -O3 -Wall -fPIC -I . -x c++-header $(KERNEL_HEADER) -o $(KERNEL_HEADER).gch 2>/dev/null
