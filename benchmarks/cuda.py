@@ -198,8 +198,8 @@ def shuffle(lengths: Sequence[int]) -> list[int]:
 
 def run_steps(sizes: Sizes) -> Result:
     """One row decodes from step 1 to step 8,000 in one bucket."""
-    count = max(400, steps.COUNT // sizes.divide)
-    found = steps.run_case(sizes.source("1b"), sizes.vocab("1b"), count, sizes.rounds)
+    count = max(1000, steps.COUNT // sizes.divide)
+    found = steps.run_case(sizes.source("1b"), count, sizes.rounds)
     return {"kind": "steps", "model": "1b bfloat16", **found}
 
 

@@ -151,8 +151,14 @@ def test_bytes_of_cache_count_layers_that_attend() -> None:
 
 
 def test_late_steps_are_held_against_early_ones() -> None:
-    seconds = [9.0] * 50 + [1.0] * 100 + [7.0] * 300 + [1.5] * 100
-    assert steps.compare(seconds) == {"early_ms": 1000, "late_ms": 1500, "ratio": 1.5}
+    early, late = [7.0, 8.0, 9.0, 10.0, 40.0], [100.0, 101.5, 103.0]
+    assert steps.compare(early, late) == {"early_ms": 1000, "late_ms": 1500, "ratio": 1.5}
+
+
+def test_steps_take_turns() -> None:
+    found = steps.run_here("llama-tiny:float32", 500, 2)
+    assert (found["steps"], found["capacity"], found["traces"]) == (500, 768, 2)
+    assert len(found["rounds"]) == 2
 
 
 @pytest.mark.parametrize(
