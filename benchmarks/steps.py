@@ -3,7 +3,7 @@
     python -m benchmarks.steps      # part of `make bench`
 
 A random llama of two layers decodes 8,000 tokens through `Engine`. Its last steps are held against
-the first ones of other texts that take turns with them, a hundred steps each: what a machine does
+the first ones of other texts that take turns with them, 150 steps each: what a machine does
 between the 100th step and the 8,000th, half a minute later, is nothing that the engine does. Writes
 benchmarks/results/steps.json.
 """
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from funcrt.engine import StepReport
 
 COUNT, EARLY, WINDOW, PAIRS = 8000, 100, 100, 5
+TURN = EARLY + WINDOW // 2  # steps of either before the other goes on; the last of them count
 SOURCE = "llama-tiny:float32"
 PROMPT_TOKENS = 16
 PATIENCE = 1800.0  # seconds
@@ -87,7 +88,7 @@ def run_here(source: str, count: int, pairs: int) -> dict[str, Any]:
     model = weights.make_model(source)
     vocab = SHAPES[source.partition(":")[0]]["vocab_size"]
     ((long, warm, *short),) = draw([PROMPT_TOKENS] * (2 + pairs), 1, vocab)
-    pace, times = Pace(count - pairs * WINDOW), []
+    pace, times = Pace(count - pairs * TURN), []
 
     def on_step(report: StepReport) -> None:
         if report.function == "decode":
@@ -99,13 +100,13 @@ def run_here(source: str, count: int, pairs: int) -> dict[str, Any]:
     ):
         other.generate([warm], max_tokens=4)
         handle = engine.submit(long, max_tokens=count + 2)
-        pace.run_to(count - pairs * WINDOW)
+        pace.run_to(count - pairs * TURN)
         early, late = [], []
         for pair, prompt in enumerate(short):
             times.clear()
-            other.generate([prompt], max_tokens=EARLY + WINDOW // 2 + 2)
-            early.append(times[EARLY - WINDOW // 2 : EARLY + WINDOW // 2])
-            pace.run_to(count - (pairs - 1 - pair) * WINDOW)
+            other.generate([prompt], max_tokens=TURN + 2)
+            early.append(times[TURN - WINDOW : TURN])
+            pace.run_to(count - (pairs - 1 - pair) * TURN)
             late.append(pace.times[-WINDOW:])
         pace.let_go(sys.maxsize)
         handle.result(PATIENCE)
