@@ -94,10 +94,13 @@ clean:  ## remove the environments, caches and exported bundles
 	git clean -fdXq exported
 
 # On Linux MLX compiles each new kernel with g++, and most of the work is one header. g++ takes it compiled,
-# if that lies beside it and was made with the same options; else it compiles it as ever.
+# if that lies beside it and was made with the same options; else it compiles it as ever. It does not look
+# whether that is of this header: after another MLX was installed there by hand, delete it.
 KERNEL_HEADER := mlx/backend/cpu/compiled_preamble.h
 PRECOMPILE = cd $(VENV)/lib/python3*/site-packages/mlx/include 2>/dev/null && [ "$(SYSTEM)" = Linux ] \
-	&& g++ -w -std=c++17 -O3 -Wall -fPIC -I . -x c++-header $(KERNEL_HEADER) -o $(KERNEL_HEADER).gch 2>/dev/null
+	&& rm -f $(KERNEL_HEADER).gch \
+	&& g++ -w -std=c++17 -O3 -Wall -fPIC -I . -x c++-header $(KERNEL_HEADER) -o $(KERNEL_HEADER).new 2>/dev/null \
+	&& mv $(KERNEL_HEADER).new $(KERNEL_HEADER).gch
 
 # A stamp, touched last: an interrupted install starts over. A change of either file installs again.
 $(VENV)/.installed: pyproject.toml constraints.txt

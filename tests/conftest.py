@@ -17,30 +17,30 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Files that one process should run: all of them use a slow fixture, or build in one folder.
+SHARED = ("test_smollm2", "test_cpp_host")
+
 settings.register_profile("repository", deadline=None, derandomize=True, print_blob=False)
 settings.load_profile("repository")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest begins first, or one worker would be left alone with it."""
-    items.sort(key=lambda item: not _is_of_smollm2(item.nodeid))
+    items.sort(key=lambda item: SHARED[0] not in item.nodeid)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A worker takes whole files, for what is made once for a file; all of SmolLM2's are one."""
+    """A worker takes whole files, for what is made once for a file; some share more."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Files(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "smollm2" if _is_of_smollm2(nodeid) else nodeid.partition("::")[0]
+            file = nodeid.partition("::")[0]
+            return next((shared for shared in SHARED if shared in file), file)
 
     config.option.loadscopereorder = False
     return Files(config, log)
-
-
-def _is_of_smollm2(nodeid: str) -> bool:
-    return "test_smollm2" in nodeid
 
 
 @pytest.fixture(scope="session")

@@ -20,8 +20,8 @@ def cut(pending: Sequence[int], plan: BucketPlan, overhead: int, most: int) -> l
     A call has the declared batch for its rows and the chunk with which its longest row begins; it
     costs its places and the `overhead`. What is then left of its rows costs a token a token. The
     sum over all calls is the least that any cut has; of equal ones the last calls are the largest.
-    In order of length nothing is lost by taking neighbors only: exchanging rows of two calls so
-    that the longer ones sit together makes no call wider.
+    Where each prompt fits one call, nothing is lost by taking neighbors only: exchanging rows of
+    two calls so that the longer ones sit together makes no call wider.
 
     Args:
         pending: tokens of each prompt that are not cached yet, in ascending order.

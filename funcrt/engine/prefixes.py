@@ -17,9 +17,6 @@ import mlx.core as mx
 LEAST_SHARED = 8
 """A shorter common beginning costs more to copy than to compute."""
 
-Start = tuple[int, ...]
-"""The adapter, then the first tokens."""
-
 
 @dataclass(eq=False)
 class Prefix:
@@ -79,7 +76,7 @@ class PrefixPool:
         self._most = self._limit = limit
         self._entries: OrderedDict[Prefix, None] = OrderedDict()
         # By their first tokens: nearly all of many rows have nothing in common with a prompt.
-        self._by_start: dict[Start, set[Prefix]] = {}
+        self._by_start: dict[tuple[int, ...], set[Prefix]] = {}  # the adapter, then tokens
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -120,7 +117,7 @@ class PrefixPool:
                     self._drop(other)
         entry = Prefix(tokens, copied, request.written, nbytes, request.adapter)
         self._entries[entry] = None
-        self._by_start.setdefault(start_of(tokens, entry.adapter), set()).add(entry)
+        self._by_start.setdefault(_start(tokens, entry.adapter), set()).add(entry)
         self.nbytes += nbytes
         return entry
 
@@ -144,7 +141,7 @@ class PrefixPool:
         return best, length
 
     def _like(self, tokens: Sequence[int], adapter: int) -> Collection[Prefix]:
-        return self._by_start.get(start_of(tokens, adapter), ())
+        return self._by_start.get(_start(tokens, adapter), ())
 
     def _shrink(self, limit: int) -> None:
         while self._entries and self.nbytes > limit:
@@ -152,7 +149,7 @@ class PrefixPool:
 
     def _drop(self, entry: Prefix) -> None:
         del self._entries[entry]
-        start = start_of(entry.tokens, entry.adapter)
+        start = _start(entry.tokens, entry.adapter)
         self._by_start[start].discard(entry)
         if not self._by_start[start]:
             del self._by_start[start]
@@ -168,8 +165,7 @@ class PrefixPool:
         return common
 
 
-def start_of(tokens: Sequence[int], adapter: int) -> Start:
-    """What two texts have in common if one can be forked from the other."""
+def _start(tokens: Sequence[int], adapter: int) -> tuple[int, ...]:
     return (adapter, *tokens[:LEAST_SHARED])
 
 

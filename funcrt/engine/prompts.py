@@ -12,7 +12,7 @@ from funcrt.engine.calls import Call, find_tops
 from funcrt.engine.controls import is_greedy, make
 from funcrt.engine.flight import Flight
 from funcrt.engine.grouping import cut, most_places
-from funcrt.engine.prefixes import LEAST_SHARED, Prefix, PrefixPool, Start, start_of
+from funcrt.engine.prefixes import LEAST_SHARED, Prefix, PrefixPool
 from funcrt.engine.request import Request
 from funcrt.engine.rows import Rows, choose_capacity, copy_row, pad, stack
 from funcrt.low_rank import ROWS
@@ -101,23 +101,20 @@ class Prefilling:
         ever.
         """
         longest = self._plan.tokens[-1]
-        by_turn = sorted(self.requests, key=lambda r: r.pending - r.waited * longest)
-        chosen: list[Request] = []
-        alike: dict[Start, list[Request]] = {}
-        for request in by_turn:
-            others = alike.setdefault(start_of(request.prompt, request.adapter), [])
-            if not self._waits(request, others):
-                others.append(request)
-                chosen.append(request)
-        turn = chosen[0]
-        chosen.sort(key=lambda r: r.pending)
-        place, begin = chosen.index(turn), 0
-        pending = [request.pending for request in chosen]
+        begun = [request for request in self.requests if request.row is not None]
+        queue = [request for request in self.requests if not self._waits(request, begun)]
+        by_turn = sorted(queue, key=lambda r: r.pending - r.waited * longest)
+        queue.sort(key=lambda r: r.pending)
+        place, begin = queue.index(by_turn[0]), 0
+        pending = [request.pending for request in queue]
         for end in cut(pending, self._plan, self._overhead, self._most_places):
             if place < end:
                 break
             begin = end
-        group = chosen[begin:end]
+        group: list[Request] = []
+        for request in by_turn:
+            if request in queue[begin:end] and not self._waits(request, group):
+                group.append(request)
         for request in self.requests:
             request.waited += request not in group
         return group
@@ -129,6 +126,7 @@ class Prefilling:
         soon = [
             self._prefixes.reusable(other.prompt, len(other.prompt), request.prompt)
             for other in others
+            if other.adapter == request.adapter
         ]
         return any(soon) and max(soon) >= self._find_prefix(request)[1] + LEAST_SHARED
 

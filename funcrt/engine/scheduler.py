@@ -171,10 +171,12 @@ class Scheduler:
         # Rows join before their first token is read, so that the device goes on meanwhile; those
         # that end with it need no place.
         staying = {row: r for row, r in flight.rows.items() if r.remaining > 1}
-        self._seat([staying.get(row) for row in range(call.bucket.batch)], state)
-        call.choices = read_choices(flight.sampled, flight.tops, flight.rows)
-        call.seconds = time.perf_counter() - begin
-        new = self._record(call)
+        try:
+            self._seat([staying.get(row) for row in range(call.bucket.batch)], state)
+        finally:  # whatever becomes of the rows, what was chosen is theirs
+            call.choices = read_choices(flight.sampled, flight.tops, flight.rows)
+            call.seconds = time.perf_counter() - begin
+            new = self._record(call)
         ended = {row: request for row, request in flight.rows.items() if request.finished}
         leaving = {row: request for row, request in ended.items() if row not in staying}
         self._running.let_read(self._prefixes.keep(leaving, state))

@@ -383,7 +383,7 @@ class DirectEngine(Engine):
         assert scheduler._prefixes.nbytes <= scheduler._prefixes._limit
         if not self.running:
             assert rows.state is None
-            assert rows.requests == []
+            assert rows.requests == rows._readers == []
         else:
             assert rows.batch in plan.batch
             lengths = rows.state["lengths"].tolist()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 from funcrt.buckets import Bucket, BucketPlan
 from funcrt.cache import CacheLayout, init_cache, state_size
 from funcrt.engine.rows import Rows
+from funcrt.errors import EngineError
 from tests.cache_kinds import model_of
 from tests.engine.harness import CACHES, DirectEngine, oracle, subject, toys
 from tests.helpers import random_tokens
@@ -118,6 +120,39 @@ def test_whoever_ends_with_its_first_token_needs_no_place():
     assert {r.bucket.batch for r in engine.reports if r.function == "decode"} == {1}
 
 
+def test_first_tokens_are_theirs_even_if_rows_cannot_join(monkeypatch):
+    engine = DirectEngine(subject("full"))
+    engine.submit([1, 2], max_tokens=9)
+    engine.round()
+    ending, going_on = (engine.submit([3, 4 + i], max_tokens=1 + i) for i in range(2))
+    broken = RuntimeError("no memory")
+
+    def fail(*arguments: Any) -> None:
+        raise broken
+
+    monkeypatch.setattr("funcrt.engine.rows.cache.insert", fail)
+    with pytest.raises(RuntimeError, match="no memory"):
+        engine.round()
+    engine.fail(broken)
+    engine.scheduler.deliver()
+    assert ending.result(0).tokens == oracle("full").complete([3, 4], 1)[0]
+    with pytest.raises(EngineError, match="no memory"):
+        going_on.result(0)
+    assert len(going_on.completion.tokens) == 1
+
+
+def test_a_prompt_waits_for_one_like_it_that_has_begun():
+    """It forks nearly all of that, not what there is of it so far."""
+    engine = DirectEngine(subject("full"))
+    prompt = random_tokens(30, 3)
+    first = engine.submit(prompt, max_tokens=2)
+    engine.round()
+    assert engine.where(first) == "prefilling"
+    second = engine.submit([*prompt[:25], 1, 2], max_tokens=2)
+    engine.run()
+    assert second.result(0).reused_tokens == 24  # three calls; for one token more it does not wait
+
+
 def test_nothing_is_held_of_those_who_never_sat():
     engine = DirectEngine(subject("full"))
     for seed in range(3):
@@ -127,8 +162,9 @@ def test_nothing_is_held_of_those_who_never_sat():
     assert not engine.scheduler._running._readers
 
 
-def test_short_prompts_do_not_share_a_call_with_long_ones():
+def test_short_prompts_do_not_share_a_call_with_long_ones(monkeypatch):
     """All in one call would be one overhead less, and more padding than that."""
+    monkeypatch.setattr("funcrt.engine.prompts.choose_overhead", lambda: 10)
     plan = BucketPlan(batch=(1, 2, 4), tokens=(2, 8), capacity=(64,))
     engine = DirectEngine(subject("full"), plan)
     for seed, length in enumerate((7, 1, 8, 2)):
