@@ -82,7 +82,7 @@ def attend(
     Returns:
         `[B, H, T, D]`.
     """
-    if not isinstance(mask, str) and not is_on_gpu():
+    if isinstance(mask, mx.array) and mask.dtype == mx.bool_ and not is_on_gpu():
         # Where MLX has no fused attention, it multiplies once for each query head.
         return attend_by_products(q, Dense(keys), Dense(values), mask, scoring)
     sinks = None if scoring.sinks is None else scoring.sinks.astype(q.dtype)
