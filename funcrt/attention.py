@@ -13,6 +13,7 @@ from funcrt import ops
 from funcrt.cache import CacheState, Placement, find_sight, give_sight, write, write_rows
 from funcrt.cache.layout import PARTS, kv_group_size
 from funcrt.errors import CacheError, InputError
+from funcrt.machine import is_on_gpu
 from funcrt.ops import kernels, one_token
 from funcrt.ops.attention import Dense, Packed, Scoring, attend, attend_by_products, hide
 from funcrt.params import Quantization
@@ -200,7 +201,8 @@ class Attend:
             shown = self._held if sees_all else self._mask(window, both_sides, ring)
             return one_token.attend(q, keys, values, shown, scoring.scale)
         mask, key = self._mask(window, both_sides, ring), (window, both_sides, ring, q.dtype)
-        if scoring.softcap is not None:
+        # Where MLX has no fused attention, it multiplies once for each query head.
+        if scoring.softcap is not None or not is_on_gpu():
             return attend_by_products(q, Dense(keys), Dense(values), mask, scoring)
         if key not in self._hiding:
             self._hiding[key] = hide(mask, q.dtype)

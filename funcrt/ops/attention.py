@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from funcrt.machine import is_on_cuda, is_on_gpu
+from funcrt.machine import is_on_cuda
 from funcrt.ops import masked_softmax, soft_cap
 from funcrt.packing import Quantization
 
@@ -82,9 +82,6 @@ def attend(
     Returns:
         `[B, H, T, D]`.
     """
-    if isinstance(mask, mx.array) and mask.dtype == mx.bool_ and not is_on_gpu():
-        # Where MLX has no fused attention, it multiplies once for each query head.
-        return attend_by_products(q, Dense(keys), Dense(values), mask, scoring)
     sinks = None if scoring.sinks is None else scoring.sinks.astype(q.dtype)
     shape, groups = q.shape, keys.shape[1]
     is_added = isinstance(mask, mx.array) and mask.dtype != mx.bool_
