@@ -29,7 +29,7 @@ cpp: $(VENV)/.installed  ## build the C++ host, exported/hosts/cpp/build/funcrt_
 	@cmake --log-level=NOTICE -S exported/hosts/cpp -B exported/hosts/cpp/build -DPYTHON='$(abspath $(BIN)/python)'
 	@env -u MAKEFLAGS -u MAKELEVEL cmake --build exported/hosts/cpp/build --parallel $$(getconf _NPROCESSORS_ONLN)
 
-# One BLAS thread: on tiny models more of them only wait for each other. Rather one file of tests for each core.
+# One BLAS thread: on tiny models more of them only wait for each other. Every core takes whole files of tests.
 PYTEST := OPENBLAS_NUM_THREADS=$${OPENBLAS_NUM_THREADS:-1} $(BIN)/python -m pytest -q
 WORKERS ?= $$(cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores : 4)))
 

@@ -88,24 +88,19 @@ def run_here(source: str, count: int, pairs: int) -> dict[str, Any]:
     model = weights.make_model(source)
     vocab = SHAPES[source.partition(":")[0]]["vocab_size"]
     ((long, warm, *short),) = draw([PROMPT_TOKENS] * (2 + pairs), 1, vocab)
-    pace, times = Pace(count - pairs * TURN), []
-
-    def on_step(report: StepReport) -> None:
-        if report.function == "decode":
-            times.append(time.perf_counter())
-
+    pace, free = Pace(count - pairs * TURN), Pace(sys.maxsize)
     with (
         funcrt.Engine(model, plan, on_step=pace) as engine,
-        funcrt.Engine(model, plan, on_step=on_step) as other,
+        funcrt.Engine(model, plan, on_step=free) as other,
     ):
         other.generate([warm], max_tokens=4)
         handle = engine.submit(long, max_tokens=count + 2)
         pace.run_to(count - pairs * TURN)
         early, late = [], []
         for pair, prompt in enumerate(short):
-            times.clear()
+            free.times.clear()
             other.generate([prompt], max_tokens=TURN + 2)
-            early.append(times[TURN - WINDOW : TURN])
+            early.append(free.times[TURN - WINDOW : TURN])
             pace.run_to(count - (pairs - 1 - pair) * TURN)
             late.append(pace.times[-WINDOW:])
         pace.let_go(sys.maxsize)

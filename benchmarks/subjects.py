@@ -27,7 +27,6 @@ class Spec:
         same_blas: mlx-lm gets the BLAS that funcrt loads.
         batch: rows that a batch of mlx-lm decodes together.
         speculate: the option of that name.
-        one_thread: of the BLAS. With a tiny model more of them only wait for each other.
     """
 
     kind: str
@@ -37,7 +36,6 @@ class Spec:
     same_blas: bool = False
     batch: int = 32
     speculate: str | None = None
-    one_thread: bool = False
 
 
 def _mlx_peak() -> int:

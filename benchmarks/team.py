@@ -49,8 +49,6 @@ class Worker:
         environment = {**os.environ, "MLX_PTX_CACHE_DIR": str(kernel_folder(name))}
         if spec.kind.startswith("mlx-lm") and not spec.same_blas:
             environment["FUNCRT_BLAS"] = "none"  # as it is installed
-        if spec.one_thread:
-            environment["OPENBLAS_NUM_THREADS"] = "1"
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
             env=environment,

@@ -89,9 +89,7 @@ class Bundle(CallForm):
         Raises BundleError where they cannot be read any more.
         """
         entry = self.target.prepare_function()
-        if len(self._stored) < len(
-            self.manifest.params.stored
-        ):  # let go of, and nothing came of it
+        if len(self._stored) < len(self.stored_shapes):  # let go of, and nothing came of it
             raise BundleError(f"{self.folder}: could not prepare its weights before: load it again")
         with streams.turn():
             made = list(self._import(entry)(*self._stored.values()))

@@ -239,11 +239,11 @@ def as_rows(rows: Rows, batch: int, name: str) -> mx.array:
     """Row numbers as int32 `[N]`. Raises CacheError for one outside `0 .. batch - 1`."""
     index = as_integers(rows, name).reshape(-1)
     values = read(index)
-    if values is not None and any(not 0 <= row < batch for row in values):
+    if values is None:  # a traced index out of range must not leave the array
+        return mx.clip(index, 0, batch - 1)
+    if any(not 0 <= row < batch for row in values):
         raise CacheError(f"{name}: rows are 0 to {batch - 1}, got {values}")
-    if values is not None:
-        return index
-    return mx.clip(index, 0, batch - 1)  # a traced index out of range must not leave the array
+    return index
 
 
 def per_row(numbers: Rows, batch: int, name: str) -> mx.array:

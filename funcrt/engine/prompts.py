@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import pairwise
 
 from funcrt import cache, sampling
 from funcrt.buckets import Bucket, choose_overhead
@@ -105,15 +106,13 @@ class Prefilling:
         queue = [request for request in self.requests if not self._waits(request, begun)]
         by_turn = sorted(queue, key=lambda r: r.pending - r.waited * longest)
         queue.sort(key=lambda r: r.pending)
-        place, begin = queue.index(by_turn[0]), 0
         pending = [request.pending for request in queue]
-        for end in cut(pending, self._plan, self._overhead, self._most_places):
-            if place < end:
-                break
-            begin = end
+        ends = cut(pending, self._plan, self._overhead, self._most_places)
+        calls = (queue[begin:end] for begin, end in pairwise([0, *ends]))
+        call = next(call for call in calls if by_turn[0] in call)
         group: list[Request] = []
         for request in by_turn:
-            if request in queue[begin:end] and not self._waits(request, group):
+            if request in call and not self._waits(request, group):
                 group.append(request)
         for request in self.requests:
             request.waited += request not in group

@@ -177,10 +177,9 @@ class Scheduler:
             call.choices = read_choices(flight.sampled, flight.tops, flight.rows)
             call.seconds = time.perf_counter() - begin
             new = self._record(call)
-        ended = {row: request for row, request in flight.rows.items() if request.finished}
-        leaving = {row: request for row, request in ended.items() if row not in staying}
+        leaving = {row: request for row, request in flight.rows.items() if row not in staying}
         self._running.let_read(self._prefixes.keep(leaving, state))
-        self._retire([request for row, request in ended.items() if row in staying])
+        self._retire([request for request in staying.values() if request.finished])
         self._count(call, new)
 
     def _seat(self, seats: Sequence[Request | None], state: CacheState) -> None:

@@ -201,11 +201,8 @@ def test_buckets_grow_at_once_and_shrink_with_patience():
 
 @pytest.mark.parametrize("write", [lambda r: r.take(), lambda r: r.fit(2, 3)], ids=["take", "fit"])
 def test_a_state_is_written_when_its_readers_have_ended(write):
-    plan, spec = (
-        BucketPlan(batch=(1, 2), tokens=(4,), capacity=(16,)),
-        model_of("full").cache_spec(CacheLayout()),
-    )
-    rows = Rows(spec, plan)
+    spec = model_of("full").cache_spec(CacheLayout())
+    rows = Rows(spec, BucketPlan(batch=(1, 2), tokens=(4,), capacity=(16,)))
     rows.adopt(init_cache(spec, 1, 16), [object()])
     copy = mx.zeros((1000, 1000)) + 1
     rows.let_read([copy])
