@@ -10,7 +10,15 @@ from __future__ import annotations
 from functools import cached_property
 
 from funcrt import ops
-from funcrt.cache import CacheState, Placement, find_sight, give_sight, write, write_rows
+from funcrt.cache import (
+    CacheState,
+    Placement,
+    find_sight,
+    give_sight,
+    write,
+    write_first,
+    write_rows,
+)
 from funcrt.cache.layout import PARTS, kv_group_size
 from funcrt.errors import CacheError, InputError
 from funcrt.machine import is_on_gpu
@@ -47,7 +55,10 @@ class Attend:
             step = mx.arange(call.real.shape[1], dtype=mx.int32)
             self._queries = call.offset[:, None] + step
         if "positions" in state:
-            self.state["positions"] = write_rows(state["positions"], self._queries, call.slots)
+            old, new = state["positions"], mx.broadcast_to(self._queries, call.slots.shape)
+            self.state["positions"] = (
+                write_first(old, new, axis=1) if call.first else write_rows(old, new, call.slots)
+            )
 
     def __call__(
         self,
@@ -145,8 +156,12 @@ class Attend:
 
     def _write(self, name: str, new: mx.array, slots: mx.array) -> mx.array:
         """Put what is new in its slots. Returns what queries look at."""
-        self.state[name] = write(self._old[name], new, slots)
-        return new.astype(self._old[name].dtype) if self._call.first else self.state[name]
+        old = self._old[name]
+        if self._call.first:
+            self.state[name] = write_first(old, new, axis=2)
+            return new.astype(old.dtype)
+        self.state[name] = write(old, new, slots)
+        return self.state[name]
 
     def _packing(self, name: str, width: int) -> Quantization:
         bits = self._old[f"{name}.keys"].shape[-1] * 32 // width

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from funcrt import cache, masks
-from funcrt.cache import CacheState
+from funcrt.cache import CacheState, rows
 from funcrt.errors import CacheError
 from tests.cache_kinds import (
     BATCH,
@@ -49,6 +50,21 @@ def assert_rows_equal(ours: CacheState, row: int, theirs: CacheState, other_row:
     assert mine.keys() == yours.keys()
     for name, array in mine.items():
         np.testing.assert_array_equal(array, yours[name], err_msg=name)
+
+
+def test_numbers_of_rows_are_known_without_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To read what has to be computed, be it a reshape, is to wait for everything before it."""
+
+    def check(array: mx.array) -> Any:
+        mx.export_to_dot(str(tmp_path / "graph.dot"), array)
+        assert "label" not in (tmp_path / "graph.dot").read_text()  # no operation
+        return array.tolist()
+
+    monkeypatch.setattr(rows, "read", check)
+    for numbers in ([2, 0], i32(2, 0)):
+        assert rows.as_rows(numbers, BATCH, "row").tolist() == [2, 0]
 
 
 # --- grow ----------------------------------------------------------------------------------------

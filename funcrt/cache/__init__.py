@@ -2,14 +2,22 @@
 
 `lengths` int32 `[B]` counts the slots each row has filled; every layer adds its own arrays (see
 `funcrt.cache.layout` for the kinds). Slot S - 1 is scratch: padding and whatever does not fit is
-written there, and nothing ever sees it, so the usable capacity is S - 1.
+written there (padding of a first call behind its row's tokens, which come to stand there), and
+nothing ever sees it, so the usable capacity is S - 1.
 
 Every function takes states and returns new ones, and all but `save` and `load` trace.
 """
 
 from __future__ import annotations
 
-from funcrt.cache.buffers import check_recurrent, conv_window, write, write_rows, zero_padding
+from funcrt.cache.buffers import (
+    check_recurrent,
+    conv_window,
+    write,
+    write_first,
+    write_rows,
+    zero_padding,
+)
 from funcrt.cache.files import load, load_tokens, save
 from funcrt.cache.layout import (
     FULL,
@@ -86,6 +94,7 @@ __all__ = [
     "trim",
     "unpack",
     "write",
+    "write_first",
     "write_rows",
     "zero_padding",
 ]

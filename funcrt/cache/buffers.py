@@ -24,6 +24,24 @@ def write_rows(buffer: mx.array, values: mx.array, slots: mx.array) -> mx.array:
     return mx.put_along_axis(buffer, slots, values.astype(buffer.dtype), axis=1)
 
 
+def write_first(buffer: mx.array, values: mx.array, axis: int) -> mx.array:
+    """`write` of the first call of all rows, packed token i into slot i: one copy, no index.
+
+    Padding comes with it, behind the tokens of its row, where nothing sees it and the next ones
+    overwrite it. Scratch stays as it is.
+
+    Args:
+        buffer: `[B, K, S, ..]` or `[B, S]`.
+        values: the same with T in place of S; what does not fit is dropped.
+        axis: that of S and T.
+    """
+    new = buffer[...]  # an array of its own: assignment replaces what a name stands for
+    count = min(values.shape[axis], buffer.shape[axis] - 1)
+    cut = (*[slice(None)] * axis, slice(count))
+    new[cut] = values[cut].astype(buffer.dtype)
+    return new
+
+
 # --- recurrent layers: state that is replaced at every call -----------------------------------
 
 

@@ -160,8 +160,8 @@ def insert(state: CacheState, row: Rows, other: CacheState, other_row: Rows) -> 
     source = as_rows(other_row, _batch(other), "other_row")
     if target.size != source.size:
         raise CacheError(f"insert: {source.size} other rows for {target.size} rows: name one each")
-    is_whole = read(source) == list(range(_batch(other)))
-    moved = other if is_whole else select(other, source)
+    span = _find_span(source)
+    moved = select(other, source) if span is None else {n: a[span] for n, a in other.items()}
     resize = grow if state_size(other)[1] < capacity else shrink
     moved = resize(moved, capacity)
     for name, array in state.items():
@@ -224,11 +224,23 @@ def forget(state: CacheState) -> CacheState:
 
 def _put(state: CacheState, rows: mx.array, values: CacheState) -> CacheState:
     """`state` with `values` `[N, ...]` in its `rows` int32 `[N]`."""
-    changed = dict(state)
+    changed, span = dict(state), _find_span(rows)
     for name, new in values.items():
-        index = mx.broadcast_to(rows.reshape(-1, *[1] * (new.ndim - 1)), new.shape)
-        changed[name] = mx.put_along_axis(state[name], index, new, axis=0)
+        if span is None:
+            index = mx.broadcast_to(rows.reshape(-1, *[1] * (new.ndim - 1)), new.shape)
+            changed[name] = mx.put_along_axis(state[name], index, new, axis=0)
+        else:  # one copy, which needs no index
+            changed[name] = state[name][...]
+            changed[name][span] = new
     return changed
+
+
+def _find_span(rows: mx.array) -> slice | None:
+    """The slice that names the same rows, if they are known and follow each other."""
+    named = read(rows)
+    if not named or named != list(range(named[0], named[0] + len(named))):
+        return None
+    return slice(named[0], named[0] + len(named))
 
 
 def _batch(state: CacheState) -> int:
@@ -237,7 +249,9 @@ def _batch(state: CacheState) -> int:
 
 def as_rows(rows: Rows, batch: int, name: str) -> mx.array:
     """Row numbers as int32 `[N]`. Raises CacheError for one outside `0 .. batch - 1`."""
-    index = as_integers(rows, name).reshape(-1)
+    index = as_integers(rows, name)
+    if index.ndim != 1:  # a reshape is computed, and to read it is to wait for all that is before
+        index = index.reshape(-1)
     values = read(index)
     if values is None:  # a traced index out of range must not leave the array
         return mx.clip(index, 0, batch - 1)
