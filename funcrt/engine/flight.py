@@ -29,6 +29,7 @@ class Flight:
         sampled: what it chooses.
         tops: likeliest tokens with their log-probabilities; empty if nobody wants them.
         middle: known when the first half is done.
+        begun: how many arrays of the state are in the first half, once that is scheduled.
     """
 
     bucket: Bucket
@@ -36,11 +37,12 @@ class Flight:
     sampled: Sampled
     tops: Tops
     middle: mx.array | None = None
+    begun: int = 0
 
     def begin(self, state: CacheState, before: Flight | None) -> None:
         """Schedule the first half of the layers; `state` is what the step makes."""
-        arrays = list(state.values())
-        half = arrays[: len(arrays) // 2]
+        self.begun = len(state) // 2
+        half = list(state.values())[: self.begun]
         if not half:
             return
         if before is not None and before.middle is not None:
@@ -50,8 +52,13 @@ class Flight:
         mx.async_eval(half, self.middle)  # type: ignore[no-untyped-call]
 
     def finish(self, state: CacheState) -> None:
-        """Schedule the rest."""
-        mx.async_eval(self.sampled, self.tops, state)  # type: ignore[no-untyped-call]
+        """Schedule the rest.
+
+        That alone: MLX holds what it is given until all of it is done, and the next step, whose
+        first half comes before that, would copy what is held.
+        """
+        rest = list(state.values())[self.begun :]
+        mx.async_eval(self.sampled, self.tops, rest)  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         """Until everything that is to be read of it is known."""

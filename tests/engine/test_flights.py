@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 from funcrt import BucketPlan
 from funcrt.engine.decoding import Decoding
+from funcrt.engine.flight import Flight
 from tests.engine.harness import DirectEngine, Subject, check_completion, subject, toys
 from tests.helpers import make_model, random_tokens
 
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
 
 ENDLESS = {17: -1e9, 95: -1e9}  # the ids that end a text
 
@@ -40,6 +43,41 @@ def test_a_step_is_under_way_between_rounds():
     assert seen == [1, 1, 1, 1, 0]
     assert len(handle.result(0).tokens) == 6
     assert engine.stats.steps == 6  # the prompt and five
+
+
+def test_no_array_is_scheduled_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLX holds what it is given until all of that is done, and copies what is held.
+
+    A step whose first half were given out with its second one, too, would have the next step copy
+    the caches of half of all layers.
+    """
+    engine, seen, halves = DirectEngine(subject("full")), [], Counter[str]()
+    begin, finish, schedule = Flight.begin, Flight.finish, mx.async_eval
+
+    def record(half: str, given: Any) -> None:
+        arrays = [array for _, array in tree_flatten(given) if isinstance(array, mx.array)]
+        assert not {id(array) for array in arrays} & {id(array) for array in seen}
+        seen.extend(arrays)  # held, so that no other array has the same id
+        halves[half] += 1
+
+    def watch(half: str, method: Any) -> Any:
+        def run(flight: Flight, *arguments: Any) -> None:
+            def give(*arrays: Any) -> None:
+                record(half, arrays)
+                schedule(*arrays)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(mx, "async_eval", give)
+                method(flight, *arguments)
+
+        return run
+
+    monkeypatch.setattr(Flight, "begin", watch("first", begin))
+    monkeypatch.setattr(Flight, "finish", watch("second", finish))
+    handle = engine.submit([1, 2, 3], max_tokens=6, logit_bias=ENDLESS)
+    engine.run()
+    assert len(handle.result(0).tokens) == 6
+    assert halves == {"first": 5, "second": 6}  # a prompt has no halves
 
 
 def test_the_first_token_is_there_before_a_step_begins(monkeypatch: pytest.MonkeyPatch) -> None:
