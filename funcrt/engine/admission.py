@@ -34,6 +34,7 @@ class Admission:
         self._footprint = footprint
         self._drafts: list[Footprint] = []
         self._plan = plan
+        self._known: dict[tuple[int, int, bool], int] = {}  # a device may wait while it is found
         if budget is None:
             budget = footprint.weights + int(_SHARE * machine.available_memory())
         self.budget = budget
@@ -45,8 +46,9 @@ class Admission:
         """
         longest = [c - 1 for c in self._plan.capacity if self._needs(1, c - 1) <= self.budget]
         self._drafts.append(footprint)
+        self._known = {}
         if not longest or self._needs(1, longest[-1], guesses=True) > self.budget:
-            self._drafts.pop()
+            self.remove_draft(footprint)
             raise CapacityError(
                 f"the memory budget of {self.budget / 1e6:.1f} MB does not hold the draft model "
                 f"({footprint.weights / 1e6:.1f} MB of weights, its cache and its calls) beside "
@@ -56,6 +58,7 @@ class Admission:
     def remove_draft(self, footprint: Footprint) -> None:
         """Count it no more."""
         self._drafts.remove(footprint)
+        self._known = {}
 
     def check(self, longest: int, guesses: bool) -> None:
         """Raise CapacityError if a text does not even fit alone.
@@ -79,8 +82,15 @@ class Admission:
         return self.budget - self._needs(max(1, len(requests)), longest, guesses)
 
     def _needs(self, rows: int, longest: int, guesses: bool = False) -> int:
+        known = self._known  # another thread may change drafts meanwhile, which begins a new one
+        key = (rows, self._plan.choose_capacity(longest), guesses)
+        if key not in known:
+            known[key] = self._find_needs(*key)
+        return known[key]
+
+    def _find_needs(self, rows: int, capacity: int, guesses: bool) -> int:
         plan, model = self._plan, self._footprint
-        batch, capacity = plan.choose_batch(rows), plan.choose_capacity(longest)
+        batch = plan.choose_batch(rows)
         row, state = model.state(1, capacity), model.state(batch, capacity)
         moving = 2 * state  # one bucket and the next
         joining = 2 * state + rows * row if rows > 1 else 0  # prompts, alone and stacked, beside it

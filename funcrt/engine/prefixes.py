@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -73,6 +74,7 @@ class PrefixPool:
         self._spec = spec
         self._plan = plan
         self._rewind = rewind
+        self._bytes_of = functools.cache(lambda slots: cache.state_bytes(spec, 1, slots))
         self._most = self._limit = limit
         self._entries: OrderedDict[Prefix, None] = OrderedDict()
         # By their first tokens: nearly all of many rows have nothing in common with a prompt.
@@ -98,7 +100,7 @@ class PrefixPool:
         tokens = request.sequence[: request.cached]
         length = len(tokens)  # fewer than cached where a text ended among accepted guesses
         capacity = choose_capacity(self._plan, self._spec, request.cached)
-        nbytes = cache.state_bytes(self._spec, 1, capacity)
+        nbytes = self._bytes_of(capacity)
         if (
             request.completion.finish_reason == "error"
             or length < LEAST_SHARED

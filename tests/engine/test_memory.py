@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 from funcrt import BucketPlan, Engine, cache
+from funcrt.engine.admission import Admission
 from funcrt.engine.prefixes import PrefixPool, Rewind
 from funcrt.errors import CapacityError
 from funcrt.footprint import Footprint
@@ -50,6 +53,27 @@ def test_what_never_fits_is_refused_with_the_reason():
     assert needed > footprint.weights + footprint.state(1, 48)
     with pytest.raises(CapacityError, match=r"memory budget is 0\.0 MB"):
         DirectEngine(model, memory_budget=1).submit([1], max_tokens=1)
+
+
+def test_what_is_known_is_not_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device may wait while a request is admitted; with a draft all is found anew."""
+    model = Footprint.of(subject("full").model)
+    admission, counted = Admission(model, PLAN, 10**9), Counter[str]()
+    call = Footprint.call
+
+    def count(self: Footprint, *shape: Any) -> int:
+        counted["calls"] += 1
+        return call(self, *shape)
+
+    monkeypatch.setattr(Footprint, "call", count)
+    before, first = admission.spare([]), counted.copy()
+    assert first["calls"] > 0
+    assert admission.spare([]) == before
+    assert counted == first
+    admission.add_draft(model)
+    assert admission.spare([]) < before - model.weights
+    admission.remove_draft(model)
+    assert admission.spare([]) == before
 
 
 def test_what_does_not_fit_yet_waits_its_turn():
