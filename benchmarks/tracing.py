@@ -12,6 +12,7 @@ Prints JSON:
 | calls | of the model by function and shape: how many, and ms from one report to the next |
 | busy_ms | in which at least one kernel or copy ran |
 | pauses | times in which none did, by length: how many and ms in all |
+| between | those of at least 50 us, by what ran before and after: what the host did meanwhile |
 | kernels | those that took longest: how many, and ms in all |
 """
 
@@ -27,6 +28,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 SHOWN = 25
+_LONG_US = 50.0
 PAUSES_US = (5, 20, 100, 500, 2000)
 _WARM_UP_S = 10.0  # the tracer begins to listen in a thread of its own
 
@@ -120,24 +122,29 @@ def summarize_calls(calls: Sequence[tuple[str, float]]) -> dict[str, dict[str, f
 
 def summarize_events(events: Sequence[Event]) -> dict[str, Any]:
     """Where the time of one device went, and the time between."""
-    spans = sorted((event.begin, event.end) for event in events)
-    busy, pauses = 0.0, []
-    first = until = spans[0][0] if spans else 0.0
-    for begin, end in spans:
+    ordered = sorted(events, key=lambda event: event.begin)
+    busy, pauses, before = 0.0, [], ""
+    between: dict[str, list[float]] = {}
+    first = until = ordered[0].begin if ordered else 0.0
+    for name, begin, end in ordered:
         if begin > until:
             pauses.append(begin - until)
+            if begin - until >= _LONG_US:
+                sides = f"{shorten(before)} -> {shorten(name)}"
+                between.setdefault(sides, []).append(begin - until)
         busy += max(0.0, end - max(begin, until))
-        until = max(until, end)
+        if end > until:
+            until, before = end, name
     by_name: dict[str, list[float]] = {}
     for name, begin, end in events:
         by_name.setdefault(shorten(name), []).append(end - begin)
-    longest = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:SHOWN]
     return {
         "span_ms": (until - first) / 1000,
         "busy_ms": busy / 1000,
         "events": len(events),
         "pauses": group(pauses),
-        "kernels": _add_up(longest),
+        "between": _add_up(_find_longest(between)),
+        "kernels": _add_up(_find_longest(by_name)),
     }
 
 
@@ -149,6 +156,10 @@ def group(pauses: Iterable[float]) -> dict[str, dict[str, float]]:
         name = f"from {PAUSES_US[-1]} us" if limit is None else f"below {limit} us"
         found.setdefault(name, []).append(pause)
     return _add_up(sorted(found.items()))
+
+
+def _find_longest(groups: Mapping[str, list[float]]) -> list[tuple[str, list[float]]]:
+    return sorted(groups.items(), key=lambda item: -sum(item[1]))[:SHOWN]
 
 
 def _add_up(groups: Iterable[tuple[str, list[float]]]) -> dict[str, dict[str, float]]:

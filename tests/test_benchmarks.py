@@ -329,6 +329,7 @@ def test_a_trace_is_added_up_by_hand() -> None:
         "below 2000 us": {"count": 1, "ms": pytest.approx(1.0)},
         "below 5 us": {"count": 1, "ms": pytest.approx(0.003)},
     }
+    assert found["between"] == {"multiply<float, 3> -> add": {"count": 1, "ms": pytest.approx(1.0)}}
     assert list(found["kernels"]) == ["multiply<float, 3>", "copy", "add"]
     assert found["kernels"]["multiply<float, 3>"] == {"count": 2, "ms": pytest.approx(0.037)}
     shown = {**found, "model": "m", "batch": 2, "served_s": 1}
