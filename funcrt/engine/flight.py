@@ -1,9 +1,10 @@
-"""A decoding step that was begun and not read yet, so that the device never waits for the host."""
+"""Calls that were begun and are not read yet, so that the device never waits for the host."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from funcrt.buckets import Bucket
 from funcrt.cache import CacheState
@@ -13,6 +14,7 @@ from funcrt.sampling import Sampled
 import mlx.core as mx
 
 Tops = Sequence[tuple[mx.array, mx.array]]
+_PIECES = 8  # of a call of prompts
 
 
 @dataclass
@@ -29,7 +31,7 @@ class Flight:
         sampled: what it chooses.
         tops: likeliest tokens with their log-probabilities; empty if nobody wants them.
         middle: known when the first half is done.
-        begun: how many arrays of the state are in the first half, once that is scheduled.
+        begun: how many arrays of the state are scheduled already.
     """
 
     bucket: Bucket
@@ -47,9 +49,8 @@ class Flight:
             return
         if before is not None and before.middle is not None:
             mx.eval(before.middle)
-        # A value of its own: whoever held an array of the state would have it copied.
-        self.middle = half[-1].reshape(-1)[:1] + 0
-        mx.async_eval(half, self.middle)  # type: ignore[no-untyped-call]
+        self.middle = _mark(half)
+        _schedule(half, self.middle)
 
     def finish(self, state: CacheState) -> None:
         """Schedule the rest.
@@ -57,9 +58,43 @@ class Flight:
         That alone: MLX holds what it is given until all of it is done, and the next step, whose
         first half comes before that, would copy what is held.
         """
-        rest = list(state.values())[self.begun :]
-        mx.async_eval(self.sampled, self.tops, rest)  # type: ignore[no-untyped-call]
+        _schedule(self.sampled, self.tops, list(state.values())[self.begun :])
 
     def wait(self) -> None:
         """Until everything that is to be read of it is known."""
         mx.eval(self.sampled, self.tops)
+
+
+def begin_pieces(state: CacheState) -> int:
+    """Schedule all layers of a call of prompts, each piece when the last piece but one is done.
+
+    MLX takes memory for what is scheduled and has it back when that is done. Scheduled at once, all
+    layers would hold what is between them, which for a long call is more than the cache.
+
+    Args:
+        state: what the call makes.
+
+    Returns:
+        How many of its arrays are scheduled: the `begun` of a flight.
+    """
+    arrays = list(state.values())
+    size = -(-len(arrays) // _PIECES)
+    marks: list[mx.array] = []
+    for first in range(0, len(arrays), size):
+        piece = arrays[first : first + size]
+        mx.eval(marks[-2:-1])
+        marks.append(_mark(piece))
+        _schedule(piece, marks[-1])
+    return len(arrays)
+
+
+def _mark(arrays: Sequence[mx.array]) -> mx.array:
+    """Something that is known when they are.
+
+    A value of its own: whoever held an array of the state would have it copied.
+    """
+    return arrays[-1].reshape(-1)[:1] + 0
+
+
+def _schedule(*arrays: Any) -> None:
+    mx.async_eval(*arrays)  # type: ignore[no-untyped-call]

@@ -11,7 +11,7 @@ from funcrt.cache import CacheState
 from funcrt.compiled import Compiled
 from funcrt.engine.calls import Call, find_tops
 from funcrt.engine.controls import is_greedy, make
-from funcrt.engine.flight import Flight
+from funcrt.engine.flight import Flight, begin_pieces
 from funcrt.engine.grouping import cut, most_places
 from funcrt.engine.prefixes import LEAST_SHARED, Prefix, PrefixPool
 from funcrt.engine.request import Request
@@ -32,18 +32,22 @@ class Prefilling:
         compiled: the step functions.
         prefixes: rows of finished requests.
         running: the running batch, whose rows can be forked, too.
+        ahead: the device works on its own, so that what is scheduled first is done first.
 
     Attributes:
         requests: in the order of their arrival.
     """
 
-    def __init__(self, compiled: Compiled, prefixes: PrefixPool, running: Rows) -> None:
+    def __init__(
+        self, compiled: Compiled, prefixes: PrefixPool, running: Rows, ahead: bool
+    ) -> None:
         self.requests: list[Request] = []
         self._compiled = compiled
         self._plan = compiled.plan
         self._spec = compiled.cache_spec
         self._prefixes = prefixes
         self._running = running
+        self._ahead = ahead
         self._overhead = choose_overhead()
         self._most_places = most_places(self._plan)
 
@@ -75,6 +79,7 @@ class Prefilling:
             request.written = max(request.written, request.cached)
         tokens, valid = pad(chunks, batch, width)
         logits, state = self._compiled.prefill(tokens, valid, state, first=is_first)
+        begun = begin_pieces(state) if self._ahead else 0
         rows = dict(enumerate(group))
         reused = sum(request.completion.reused_tokens for request in new)
         bucket = Bucket(batch, width, capacity)
@@ -82,6 +87,7 @@ class Prefilling:
         ready = {row: request for row, request in rows.items() if not request.pending}
         flight = self._choose(logits, bucket, group, ready) if ready else None
         if flight is not None:
+            flight.begun = begun
             flight.finish(state)
         copies = []
         for row, request in rows.items():

@@ -59,7 +59,7 @@ class Scheduler:
         limit = int(_POOL_SHARE * self._admission.budget)
         self._prefixes = PrefixPool(spec, plan, self._rewind, limit)
         self._running = Rows(spec, plan)
-        self._prompts = Prefilling(self._compiled, self._prefixes, self._running)
+        self._prompts = Prefilling(self._compiled, self._prefixes, self._running, self._ahead)
         self._decoding = Decoding(self._compiled, self._running, self._ahead)
 
     def end(self) -> None:

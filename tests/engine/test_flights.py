@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 from funcrt import BucketPlan
+from funcrt.engine import flight
 from funcrt.engine.decoding import Decoding
-from funcrt.engine.flight import Flight
 from tests.engine.harness import DirectEngine, Subject, check_completion, subject, toys
 from tests.helpers import make_model, random_tokens
 
@@ -51,33 +50,30 @@ def test_no_array_is_scheduled_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     A step whose first half were given out with its second one, too, would have the next step copy
     the caches of half of all layers.
     """
-    engine, seen, halves = DirectEngine(subject("full")), [], Counter[str]()
-    begin, finish, schedule = Flight.begin, Flight.finish, mx.async_eval
+    engine = DirectEngine(subject("full"))
+    seen: list[mx.array] = []
+    sizes: list[int] = []
+    schedule = flight._schedule
 
-    def record(half: str, given: Any) -> None:
+    def record(*given: Any) -> None:
         arrays = [array for _, array in tree_flatten(given) if isinstance(array, mx.array)]
         assert not {id(array) for array in arrays} & {id(array) for array in seen}
         seen.extend(arrays)  # held, so that no other array has the same id
-        halves[half] += 1
+        sizes.append(len(arrays))
+        schedule(*given)
 
-    def watch(half: str, method: Any) -> Any:
-        def run(flight: Flight, *arguments: Any) -> None:
-            def give(*arrays: Any) -> None:
-                record(half, arrays)
-                schedule(*arrays)
-
-            with monkeypatch.context() as patch:
-                patch.setattr(mx, "async_eval", give)
-                method(flight, *arguments)
-
-        return run
-
-    monkeypatch.setattr(Flight, "begin", watch("first", begin))
-    monkeypatch.setattr(Flight, "finish", watch("second", finish))
+    monkeypatch.setattr(flight, "_schedule", record)
     handle = engine.submit([1, 2, 3], max_tokens=6, logit_bias=ENDLESS)
     engine.run()
     assert len(handle.result(0).tokens) == 6
-    assert halves == {"first": 5, "second": 6}  # a prompt has no halves
+    # A prompt in pieces and what is chosen then, five steps in halves; a mark goes with all but the
+    # last part of each.
+    state = len(subject("full").model.whole_cache_spec)
+    pieces = -(-state // -(-state // flight._PIECES))
+    assert sum(sizes[:pieces]) == state + pieces
+    chosen, steps = sizes[pieces], sizes[pieces + 1 :]
+    assert len(steps) == 2 * 5
+    assert {a + b for a, b in zip(steps[::2], steps[1::2], strict=True)} == {state + 1 + chosen}
 
 
 def test_the_first_token_is_there_before_a_step_begins(monkeypatch: pytest.MonkeyPatch) -> None:
