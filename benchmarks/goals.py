@@ -116,11 +116,12 @@ GOALS = [
     _gpu(
         "8B bf16, one sequence of 128 and one of 2048 tokens, the worse: decode", 1.1,
         worst(ratio, "decode_tok_s", *_GPU), "8b",
-        note="The longer one. Where the host is fast enough, mlx-lm's step waits for memory as ours "
-        "does. With 2048 tokens in the cache our step takes 0.7 ms more than with 128, ten times "
-        "what reading them takes: attention gives one sequence 32 blocks for 132 multiprocessors "
-        "(ops/one_token.py, SHARES), each of which waits for memory turn by turn. More blocks "
-        "were not tried yet. Its time beside other kernels: cuda-8b-trace.json, of 16 rows.",
+        note="The longer one. Where the host is fast enough, mlx-lm's step waits for memory, as "
+        "ours does. With 2048 tokens in the cache our step takes 0.7 ms more than with 128, ten "
+        "times what reading them takes: attention gives one sequence 32 blocks for 132 "
+        "multiprocessors (SHARES in ops/one_token.py), which wait for memory turn by turn. More "
+        "blocks were not tried yet. Its time beside the other kernels, for 16 rows: "
+        "cuda-8b-trace.json.",
     ),
     _gpu(
         "8B bf16, the same (stretch): share of the copy bandwidth", 80,
