@@ -139,7 +139,7 @@ GOALS = [
     _cpu("cold start, bundle to first token", 0.3, lambda r: r["ratio"], "cold", at_most=True),
     _gpu(
         "cold start, bundle to first token", 0.3, lambda r: r["ratio"], "cold", at_most=True,
-        note="Tried, but where no kernel of MLX is cached, the export that comes first compiles "
+        note="where no kernel of MLX is cached, the export that comes first compiles "
         "about 70, each of them for 2 to 4 s, and had not ended after 300 s.",
     ),
     _cpu("step 8,000 against step 100", 1.02, lambda r: r["ratio"], "steps", at_most=True),
@@ -183,7 +183,7 @@ def judge(goal: Goal, result: Result | None) -> dict[str, Any]:
         "met": met,
     }
     if value is None:
-        row["note"] = f"not run. {goal.note}".rstrip()
+        row["note"] = f"not run: {goal.note}" if goal.note else "not run"
     elif not met and goal.note:
         row["note"] = goal.note
     return row

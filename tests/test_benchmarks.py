@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from xml.etree import ElementTree
 
 from benchmarks import (
@@ -203,6 +204,8 @@ def test_goals_that_were_not_measured_are_not_met(result: dict[str, object] | No
     goal = Goal("H200, speed", 2, "x.json", lambda r: r["ratio"]["x"], "x")
     row = judge(goal, result)
     assert (row["value"], row["met"], row["note"], row["machine"]) == (None, False, "not run", None)
+    row = judge(replace(goal, note="no time"), result)
+    assert row["note"] == "not run: no time"
 
 
 def test_what_is_reported_is_what_the_results_say() -> None:
