@@ -138,6 +138,25 @@ def test_nothing_old_and_no_padding_changes_a_bit(subject: Subject) -> None:
         assert all(mx.all(mx.isfinite(a)).item() for a in ours.values() if is_float(a))
 
 
+@pytest.mark.parametrize("kind", ["float32", "ring", "kv8"])
+def test_a_call_may_have_more_tokens_than_there_are_slots(kind: str) -> None:
+    """As long as those that are real fit; they fill all slots but scratch here."""
+    base, changes, kv_bits = LLAMAS[kind]
+    plan = BucketPlan(batch=2, tokens=(4, TOKENS), capacity=20)
+    compiled = Subject(make_model(base, **changes), kv_bits).model.compiled(plan, kv_bits)
+    tokens = ids(random_tokens(TOKENS, 1), random_tokens(TOKENS, 2))
+    valid = mx.arange(TOKENS) < mx.array([[19], [15]])
+    logits, states = [], []
+    for first in (False, True):
+        found, state = compiled.prefill(tokens, valid, compiled.init_cache(2, 20), first=first)
+        more = mx.array([[False] * 4, [True] * 4])
+        later, state = compiled.prefill(tokens[:, :4], more, state)
+        logits.append(mx.concatenate([found, later[1:]]))
+        states.append(state)
+    assert relative_error(logits[1], logits[0]) <= TOLERANCE
+    assert all(state["lengths"].tolist() == [19, 19] for state in states)
+
+
 def held(state: CacheState) -> CacheState:
     """The state with 0 in all slots that hold nothing."""
     marks = {name: held_slots(name, state) for name in state}
