@@ -144,7 +144,7 @@ def test_the_kernel_is_not_for_first_calls(looks):
     [(1, 32, 8, 1024, 64), (16, 32, 8, 300, 128), (3, 8, 1, 100, 256), (2, 28, 4, 257, 128),
      (1, 8, 8, 512, 64), (1, 32, 8, 33000, 128), (5, 32, 8, 2304, 128),
      (2, 32, 8, 4096, 64), (2, 12, 4, 300, 64),
-     (1, 5, 1, 40, 128), (2, 14, 2, 3, 256)],
+     (1, 5, 1, 40, 128), (2, 14, 2, 3, 256), (2, 8, 1, 9000, 128)],
 )  # fmt: skip
 def test_the_kernel(sizes, dtype):
     """Near float32, and bit for bit what a row is alone, whatever its hidden slots hold."""

@@ -34,9 +34,11 @@ _MOST_HEADS = 8  # of a block: what they add up is in registers
 # Warps of a block: as many as wait for the memory together, while there are registers for them.
 _WARPS, _WARPS_OF_MANY_HEADS = 16, 8
 _SHARED = 8192  # float32 values of shared memory
-# Turns of a block's loop: each waits 1.5 us for the memory, and a second kernel takes 5.
-_FEWEST_TURNS = 8
-_BLOCKS = 132  # of a row: one for each multiprocessor of an H100 or H200
+# Turns of a block's loop, each of which waits 1.5 us for the memory. Shares cost a second kernel,
+# and of many rows more than they bring: 2304 slots of 128 take 60 us whole and 34 in four shares,
+# 59 and 75 where 16 rows are decoded together. A row must be split alike in both.
+_FEWEST_TURNS, _TURNS_OF_SHARE = 12, 4
+_BLOCKS = 264  # of a row: two for each multiprocessor of an H100 or H200
 
 
 class Held(NamedTuple):
@@ -124,9 +126,10 @@ def _choose_shape(heads: int, keys: mx.array) -> dict[str, int]:
     warps = _WARPS if each <= 2 else _WARPS_OF_MANY_HEADS
     warps = min(warps, _SHARED // (each * width))
     turns = capacity // (warps * 256 // width * _ahead(each))
+    most = _BLOCKS // blocks if turns >= _FEWEST_TURNS else 1
     return {
         "D": width, "G": each, "WARPS": warps, "AHEAD": _ahead(each),
-        "SPLIT": blocks // groups, "SHARES": max(1, min(_BLOCKS // blocks, turns // _FEWEST_TURNS)),
+        "SPLIT": blocks // groups, "SHARES": max(1, min(most, turns // _TURNS_OF_SHARE)),
     }  # fmt: skip
 
 
