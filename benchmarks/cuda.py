@@ -42,6 +42,7 @@ PAIRS = [
     ("decode_tok_s", BUNDLE, THEIRS),
     ("peak_bytes", BUNDLE, THEIRS),
 ]
+LONG, GROWING = 32768 - 256, range(4096, 32768, 4096)
 REQUESTS, SHORTEST, LONGEST, RAGGED_NEW = 64, 16, 515, 128
 Result = dict[str, Any]
 
@@ -93,6 +94,7 @@ def run_sequence(
     rounds: int,
     extra: Sequence[str] = (),
     bundle: Path | None = None,
+    between: Sequence[int] = (),
 ) -> Result:
     """One sequence at a time.
 
@@ -104,13 +106,17 @@ def run_sequence(
         rounds: of each case.
         extra: subjects beside funcrt, compiled in its process, and mlx-lm.
         bundle: that "funcrt-bundle" loads.
+        between: tokens of more capacities, which a long prompt grows through.
     """
     asked = [(sizes.tokens(prompt), sizes.tokens(new)) for prompt, new in cases]
     source = sizes.source(model, form)
     plan = {
         "batch": [1],
         "tokens": sorted({min(prompt, 2048) for prompt, _ in asked}),
-        "capacity": sorted({capacity(prompt + new) for prompt, new in asked}),
+        "capacity": sorted(
+            {capacity(prompt + new) for prompt, new in asked}
+            | {capacity(sizes.tokens(tokens)) for tokens in between}
+        ),
     }
     guessing = {**plan, "tokens": [8, *plan["tokens"]]}
     every = {
@@ -252,9 +258,9 @@ STEPS: Mapping[str, Callable[[Sizes], Result]] = {
     "profile": run_profile,
     "speculation": lambda s: run_sequence(s, "1b", "bfloat16", [(512, 256)], 3, [NGRAM]),
     "context": lambda s: run_sequence(
-        s, "1b", "bfloat16", [(512, 64), (8192, 64), (32768 - 256, 64)], 2
+        s, "1b", "bfloat16", [(512, 64), (8192, 64), (LONG, 64)], 3, between=GROWING
     ),
-    "context-8b": lambda s: run_sequence(s, "8b", "bfloat16", [(32768 - 256, 64)], 2),
+    "context-8b": lambda s: run_sequence(s, "8b", "bfloat16", [(LONG, 64)], 2, between=GROWING),
     "1b-4bit": lambda s: run_sequence(s, "1b", "4bit", PROMPTS, 3),
     "1b-batches": lambda s: run_ragged(s, "1b", "bfloat16", [1, 4], 2),
     "8b-ragged-64": lambda s: run_ragged(s, "8b", "bfloat16", [64], 2),
