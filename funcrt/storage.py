@@ -44,7 +44,9 @@ def load_arrays(path: Path) -> dict[str, mx.array]:
     """The arrays of a safetensors file, read lazily. Raises SourceError if it is damaged."""
     check_safetensors(path)
     try:
-        arrays = mx.load(str(path), format="safetensors")  # whatever the file is called
+        # Whatever the file is called. MLX for CUDA would read within the GPU's work, one array
+        # after the other, which takes several times as long.
+        arrays = mx.load(str(path), format="safetensors", stream=mx.cpu)
     except RuntimeError as error:
         raise SourceError(f"cannot read {path}: {error}") from None
     assert isinstance(arrays, dict)
