@@ -19,6 +19,7 @@ from funcrt.steps import STEPS
 import mlx.core as mx
 
 _LONGEST_PAUSE = 32
+_LONGEST_SILENCE = 8
 
 Guesses = dict[Request, list[int]]
 
@@ -41,13 +42,16 @@ class Decoding:
         self._flight: Flight | None = None
         self._marks: tuple[bool, ...] = ()
         self._active = mx.array(False)
+        self._texts: set[int] = set()  # ids of those that guesses were asked for
+        # While there are none: steps from one question to the next, and those that are left.
+        self._silence = self._unasked = 0
 
     def decode(self) -> Call:
         """Read one step, in the smallest bucket that there is for the rows, and begin the next."""
         begin = time.perf_counter()
         flight, self._flight = self._flight, None
         if flight is None:
-            guesses = self._guess(list(self._running.seated.values()))
+            guesses = self._ask()
             if guesses:
                 call = self._verify(guesses)
                 call.seconds = time.perf_counter() - begin
@@ -56,6 +60,8 @@ class Decoding:
             assert flight is not None
             self._schedule(flight, None)
         ahead = self._launch(flight) if self._ahead else None
+        if ahead is not None:
+            self._unasked = max(0, self._unasked - 1)
         self._schedule(ahead, flight)
         self._flight = ahead
         rows = {row: r for row, r in flight.rows.items() if not r.finished}
@@ -120,7 +126,7 @@ class Decoding:
             running.batch == before.bucket.batch
             and all(request.finished or running.requests[row] is request for row, request in seats)
             and running.holds(*_needs(rows.values()))
-            and not any(request.drafter for request in seated)
+            and (self._unasked or not any(request.drafter for request in seated))
             and not (self._samples(rows) and self._controls.lag(running.requests))
         )
 
@@ -185,6 +191,25 @@ class Decoding:
             self._controls.forget()
             return None
         return self._controls.of(self._running.requests)
+
+    def _ask(self) -> Guesses:
+        """Guesses. Where steps can begin ahead, nobody is asked for a while if nobody had any.
+
+        To ask for guesses is to wait for the tokens that they follow.
+        """
+        texts = [request for request in self._running.seated.values() if request.drafter]
+        known, self._texts = self._texts, {id(request) for request in texts}
+        if not self._texts <= known:
+            self._silence = self._unasked = 0
+        if self._unasked:
+            self._unasked -= 1
+            return {}
+        guesses = self._guess(texts)
+        drafters = [request.drafter for request in texts if request.drafter]
+        if self._ahead and drafters and not any(drafter.catches_up for drafter in drafters):
+            self._silence = 0 if guesses else min(2 * self._silence + 1, _LONGEST_SILENCE)
+            self._unasked = self._silence
+        return guesses
 
     def _guess(self, requests: Sequence[Request]) -> Guesses:
         """Guesses of every drafter for its texts; texts that are hard to guess are left alone."""

@@ -32,7 +32,10 @@ class Drafter(ABC):
 
     Attributes:
         texts: those that may ask it.
+        catches_up: it reads texts piece by piece when it is asked, so that it should be.
     """
+
+    catches_up = False
 
     def __init__(self) -> None:
         self.texts: set[Request] = set()
@@ -122,6 +125,8 @@ class ModelDrafter(Drafter):
     Raises:
         InputError: a model whose cache cannot go back: recurrent layers.
     """
+
+    catches_up = True
 
     def __init__(self, model: CallForm, plan: BucketPlan) -> None:
         super().__init__()

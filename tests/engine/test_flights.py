@@ -8,7 +8,8 @@ from typing import Any
 from funcrt import BucketPlan
 from funcrt.engine import flight
 from funcrt.engine.decoding import Decoding
-from tests.engine.harness import DirectEngine, Subject, check_completion, subject, toys
+from funcrt.engine.speculative import NgramDrafter
+from tests.engine.harness import DirectEngine, Subject, check_completion, draft, subject, toys
 from tests.helpers import make_model, random_tokens
 
 import mlx.core as mx
@@ -178,6 +179,45 @@ def test_steps_ahead_write_in_place():
     assert mx.get_peak_memory() - before < size / 2
     while engine.busy:
         engine.round()
+
+
+def test_steps_go_ahead_of_a_text_that_nothing_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked about less and less often; from the first guess on, after every step again."""
+    plan = BucketPlan(batch=[1], tokens=[4, 8], capacity=[96])
+    prompt, options = [1, 2, 3], {"max_tokens": 60, "logit_bias": ENDLESS}
+    alone = DirectEngine(subject("full"), plan)
+    wanted = alone.submit(prompt, **options)
+    alone.run()
+    plain, asked = wanted.result(0).tokens, []
+
+    def guess(self: NgramDrafter, wanted: Any) -> dict[Any, list[int]]:
+        ((request, most),) = wanted.items()
+        done = len(request.sequence) - len(prompt)
+        asked.append(done)
+        return {request: plain[done : done + most]} if done > 40 else {}
+
+    monkeypatch.setattr(NgramDrafter, "guess", guess)
+    engine = DirectEngine(subject("full"), plan, speculate="ngram")
+    handle, ahead = engine.submit(prompt, **options), []
+    while engine.busy:
+        engine.round()
+        engine.check()
+        ahead.append(bool(flying(engine)))
+    assert handle.result(0).tokens == plain
+    assert asked[:7] == [1, 3, 7, 15, 24, 33, 42]
+    assert sum(ahead) == 41 - 6  # of the steps until then those that no question came before
+    assert engine.stats.accepted_tokens == 60 - 42 - len(asked[6:])
+
+
+def test_drafts_that_read_are_asked_at_every_step() -> None:
+    """A long prompt is read piece by piece, at each step one: pauses would delay all guesses."""
+    engine = DirectEngine(subject("full"), speculate=draft("full", 0.0))
+    handle = engine.submit(random_tokens(30, 1), max_tokens=12, logit_bias=ENDLESS)
+    while engine.busy:
+        engine.round()
+        engine.check()
+        assert not flying(engine)
+    assert len(handle.result(0).tokens) == 12
 
 
 @pytest.mark.parametrize("kind", ["full", "kv8"])
