@@ -85,6 +85,8 @@ def conv_window(buffer: mx.array, x: mx.array, call: Placement) -> tuple[mx.arra
     """
     joined = mx.concatenate([buffer, zero_padding(x, call).astype(buffer.dtype)], axis=1)
     kept = buffer.shape[1]
+    if x.shape[1] == 1:
+        return joined, mx.where(call.real[..., None], joined[:, 1:], buffer)
     count = call.lengths - call.offset  # [B]
     index = count[:, None] + mx.arange(kept, dtype=mx.int32)  # [B,k-1]
     return joined, mx.take_along_axis(joined, index[..., None], axis=1)

@@ -36,6 +36,8 @@ class Attention(Part):
         sinks: name of a tensor `[H]`, see `ops.masked_softmax`.
     """
 
+    FLAT = True
+
     layer: int
     heads: int
     kv_heads: int

@@ -15,6 +15,8 @@ import mlx.core as mx
 class Linear(Part):
     """`x [..., I]` -> `[..., O]` by a matrix `[O, I]`, and a bias."""
 
+    FLAT = True
+
     name: str
     inputs: int
     outputs: int
@@ -37,6 +39,8 @@ class Linear(Part):
 class Float32Linear(Linear):
     """The same in float32: for scores of which differences decide."""
 
+    FLAT = True
+
     def __call__(self, run: Run, x: mx.array) -> mx.array:
         return super().__call__(run, x.astype(mx.float32))
 
@@ -44,6 +48,8 @@ class Float32Linear(Linear):
 @dataclass(frozen=True)
 class Stacked(Part):
     """Linear maps of the same input, side by side; `prepare` makes one of them."""
+
+    FLAT = True
 
     name: str
     members: tuple[Linear, ...]
@@ -83,6 +89,8 @@ class Embedding(Part):
 class RMSNorm(Part):
     """Root mean square norm over the last axis, times weight + offset."""
 
+    FLAT = True
+
     name: str
     width: int
     eps: float
@@ -98,6 +106,8 @@ class RMSNorm(Part):
 @dataclass(frozen=True)
 class LayerNorm(Part):
     """Layer norm over the last axis."""
+
+    FLAT = True
 
     name: str
     width: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from funcrt.layers.part import Part, Run
+from funcrt.layers.part import Part, Run, apply
 
 import mlx.core as mx
 
@@ -13,6 +13,8 @@ import mlx.core as mx
 class PreNorm(Part):
     """Norm, then attention (or what stands in its place), added; norm, then MLP, added."""
 
+    FLAT = True
+
     mix_norm: Part
     mix: Part
     mlp_norm: Part
@@ -20,19 +22,20 @@ class PreNorm(Part):
     scale: float = 1.0  # of what is added
 
     def __call__(self, run: Run, x: mx.array) -> mx.array:
-        if run.fuses and self.scale == 1.0:
-            x = self.mix.branch(run, self.mix_norm, x)
-            return self.mlp.branch(run, self.mlp_norm, x)
-        x = x + self._scaled(self.mix(run, self.mix_norm(run, x)))
-        return x + self._scaled(self.mlp(run, self.mlp_norm(run, x)))
+        return self._add(run, self.mlp_norm, self.mlp, self._add(run, self.mix_norm, self.mix, x))
 
-    def _scaled(self, x: mx.array) -> mx.array:
-        return x if self.scale == 1.0 else x * self.scale
+    def _add(self, run: Run, norm: Part, part: Part, x: mx.array) -> mx.array:
+        if run.fuses and self.scale == 1.0 and part.takes_flat:
+            return part.branch(run, norm, x)
+        out = apply(run, part, apply(run, norm, x))
+        return x + (out if self.scale == 1.0 else out * self.scale)
 
 
 @dataclass(frozen=True)
 class PostNorm(Part):
     """Attention, then norm, added; MLP, then norm, added (OLMo 2, arXiv:2501.00656 §3.2)."""
+
+    FLAT = True
 
     mix: Part
     mix_norm: Part
@@ -40,13 +43,15 @@ class PostNorm(Part):
     mlp_norm: Part
 
     def __call__(self, run: Run, x: mx.array) -> mx.array:
-        x = x + self.mix_norm(run, self.mix(run, x))
-        return x + self.mlp_norm(run, self.mlp(run, x))
+        x = x + apply(run, self.mix_norm, apply(run, self.mix, x))
+        return x + apply(run, self.mlp_norm, apply(run, self.mlp, x))
 
 
 @dataclass(frozen=True)
 class Sandwich(Part):
     """Norms before and after both attention and MLP (Gemma 2, arXiv:2408.00118 §2)."""
+
+    FLAT = True
 
     mix_norm: Part
     mix: Part
@@ -56,13 +61,22 @@ class Sandwich(Part):
     mlp_post_norm: Part
 
     def __call__(self, run: Run, x: mx.array) -> mx.array:
-        x = x + self.mix_post_norm(run, self.mix(run, self.mix_norm(run, x)))
-        return x + self.mlp_post_norm(run, self.mlp(run, self.mlp_norm(run, x)))
+        for parts in (
+            (self.mix_norm, self.mix, self.mix_post_norm),
+            (self.mlp_norm, self.mlp, self.mlp_post_norm),
+        ):
+            out = x
+            for part in parts:
+                out = apply(run, part, out)
+            x = x + out
+        return x
 
 
 @dataclass(frozen=True)
 class Parallel(Part):
     """Attention and MLP of the same input, both added; `mlp_norm` is None where they share one."""
+
+    FLAT = True
 
     mix_norm: Part
     mix: Part
@@ -70,6 +84,6 @@ class Parallel(Part):
     mlp_norm: Part | None = None
 
     def __call__(self, run: Run, x: mx.array) -> mx.array:
-        normed = self.mix_norm(run, x)
-        other = normed if self.mlp_norm is None else self.mlp_norm(run, x)
-        return x + self.mix(run, normed) + self.mlp(run, other)
+        normed = apply(run, self.mix_norm, x)
+        other = normed if self.mlp_norm is None else apply(run, self.mlp_norm, x)
+        return x + apply(run, self.mix, normed) + apply(run, self.mlp, other)

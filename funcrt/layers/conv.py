@@ -15,7 +15,7 @@ import mlx.core as mx
 
 @dataclass(frozen=True)
 class ShortConv(Part):
-    """Causal convolution of each channel by itself, `[B, T, C]` -> `[B, T, C]`.
+    """Causal convolution of each channel by itself, `[B, T, C]` -> `[B, T, C]`, or flat.
 
     Attributes:
         name: of its taps `[C, 1, k]` and bias `[C]`.
@@ -25,6 +25,8 @@ class ShortConv(Part):
         bias: whether it has one.
     """
 
+    FLAT = True
+
     name: str
     layer: int
     channels: int
@@ -33,10 +35,12 @@ class ShortConv(Part):
 
     def __call__(self, run: Run, x: mx.array) -> mx.array:
         kept = f"layers.{self.layer}.conv"
+        x = x[:, None] if run.flat else x
         window, last = conv_window(run.attend.state[kept], x, run.call)
         run.attend.replace(kept, last)
         bias = run.params[f"{self.name}.bias"] if self.bias else None
-        return short_conv(window, run.params[f"{self.name}.weight"], bias)
+        out = short_conv(window, run.params[f"{self.name}.weight"], bias)
+        return out.squeeze(1) if run.flat else out
 
     def tensors(self) -> ParamSpec:
         spec: ParamSpec = {f"{self.name}.weight": (self.channels, 1, self.width)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from funcrt.layers.basic import Linear, RMSNorm, Stacked
-from funcrt.layers.part import Part, Run
+from funcrt.layers.part import Part, Run, apply
 from funcrt.low_rank import LORA_A
 from funcrt.ops import few_rows
 from funcrt.ops.heads import Waves
@@ -18,7 +18,7 @@ _BESIDE = (".scales", LORA_A)  # of matrices that are packed, or changed
 def normed(run: Run, norm: Part, part: Part, x: mx.array) -> mx.array:
     """`part(norm(x))`, `[..., E]` -> `[..., O]`."""
     out = _multiply(run, part, x, norm)
-    return part(run, norm(run, x)) if out is None else out
+    return part(run, apply(run, norm, x)) if out is None else out
 
 
 def normed_silu(run: Run, norm: Part, part: Part, x: mx.array) -> mx.array | None:

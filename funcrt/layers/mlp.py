@@ -16,6 +16,8 @@ import mlx.core as mx
 class GatedMLP(Part):
     """`down(act(gate(x)) * up(x))` (arXiv:2002.05202); `gate_up` gives both side by side."""
 
+    FLAT = True
+
     gate_up: Part
     down: Part
     act: str
@@ -37,6 +39,8 @@ class GatedMLP(Part):
 @dataclass(frozen=True)
 class MLP(Part):
     """`down(act(up(x)))`."""
+
+    FLAT = True
 
     up: Part
     down: Part

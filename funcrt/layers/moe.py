@@ -32,6 +32,8 @@ class Experts(Part):
         IN_TURNS: whether rows of `gate_up` are gates and ups in turns, not all gates first.
     """
 
+    FLAT = True
+
     IN_TURNS: ClassVar[bool] = False
 
     name: str
@@ -52,7 +54,7 @@ class Experts(Part):
         return f"{self.name}.down_proj"
 
     def mix(self, run: Run, x: mx.array, route: Route) -> mx.array:
-        """`x [B, T, E]` -> `[B, T, E]`: what its experts make of each token, added by weight."""
+        """`x [..., E]` -> `[..., E]`: what its experts make of each token, added by weight."""
         stacks = self.stacks(run.params)
 
         def experts(rows: mx.array, pick: Pick) -> mx.array:
@@ -98,6 +100,8 @@ class Experts(Part):
 class StackedExperts(Experts):
     """The same, stored as the stacks themselves: `name.gate_up_proj`, `name.down_proj`."""
 
+    FLAT = True
+
     def stacks(self, params: Params) -> Params:
         return {**stored_stack(params, self.gate_up), **stored_stack(params, self.down)}
 
@@ -116,11 +120,13 @@ class MoE(Part):
     """A router, the experts that it chooses from, and one that every token goes through.
 
     Attributes:
-        router: `[B, T, E]` -> scores `[B, T, X]`.
+        router: `[..., E]` -> scores `[..., X]`.
         rule: from scores to the chosen experts and their weights, see `funcrt.ops.routing`.
         experts: all that may be chosen.
         shared: what is added; or None.
     """
+
+    FLAT = True
 
     router: Part
     rule: Callable[[mx.array], Route]
@@ -139,6 +145,8 @@ class MoE(Part):
 @dataclass(frozen=True)
 class Gated(Part):
     """`sigmoid(gate(x)) * part(x)`, with a gate `[1, E]` (shared experts of Qwen's)."""
+
+    FLAT = True
 
     part: Part
     gate: Linear

@@ -19,21 +19,13 @@ from funcrt.cache import (
 )
 from funcrt.cache.layout import CacheEntry
 from funcrt.config import ModelConfig
-from funcrt.layers.attention import Attention
-from funcrt.layers.basic import Embedding, LayerNorm, Linear, RMSNorm, Stacked
-from funcrt.layers.blocks import Parallel, PostNorm, PreNorm, Sandwich
-from funcrt.layers.mlp import MLP, GatedMLP
-from funcrt.layers.part import Part, Run
+from funcrt.layers.basic import Embedding, Linear
+from funcrt.layers.part import Part, Run, apply
 from funcrt.low_rank import Places
 from funcrt.ops import kernels
 from funcrt.params import FLOATS, Fusions, Params, ParamSpec
 
 import mlx.core as mx
-
-_FLAT = (
-    Attention, GatedMLP, LayerNorm, Linear, MLP, Parallel, PostNorm, PreNorm, RMSNorm, Sandwich,
-    Stacked,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -61,18 +53,15 @@ class Network(Part):
         """Packed ids `[B, T]` -> `[B, T, E]`: everything but the last projection."""
         x = run.zero_padding(self.embed(run, tokens))  # harmless through every layer
         # MLX multiplies matrices: products of [B, 1, E] would be reshaped before and after.
-        run.flat = tokens.shape[1] == 1 and self._is_flat() and not run.by_row
+        are_flat = all(vars(type(layer)).get("FLAT") for layer in self.layers)
+        run.flat = tokens.shape[1] == 1 and are_flat and not run.by_row
         # Causal calls are those of step functions, which nobody differentiates.
         run.fuses = run.flat and run.call.causal and kernels.are_there()
         x = x[:, 0] if run.flat else x
         for layer in self.layers:
             x = layer(run, x)
-        x = self.norm(run, x)
+        x = apply(run, self.norm, x)
         return x[:, None] if run.flat else x
-
-    def _is_flat(self) -> bool:
-        """Whether all parts take `[B, E]`, too: other classes, subclasses of these, may not."""
-        return all(type(part) in _FLAT for layer in self.layers for part in layer.walk())
 
     def unembed(self, params: Params, x: mx.array) -> mx.array:
         """Logits `[..., V]` of `x [..., E]`."""

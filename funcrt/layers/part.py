@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import cached_property
+from typing import Any, ClassVar, TypeVar
 
 from funcrt import low_rank
 from funcrt.attention import Attend
@@ -44,8 +45,8 @@ class Run:
         attend: attention over the cache; it holds the new state.
         by_row: rows choose among changes of matrices.
         flat: activations are `[B, E]`, of one token for each row, see `Network.hidden`.
-        fuses: parts may do several things at once, in kernels that do not differentiate. None of
-            them is a subclass of one that knows how.
+        fuses: parts may do several things at once, in kernels that do not differentiate. They are
+            flat then.
     """
 
     def __init__(
@@ -105,7 +106,13 @@ class Part:
 
     What a part is made of are its fields that are parts, or tuples of parts; they come in the order
     of the fields. Parts are called with a `Run` and packed activations.
+
+    Class attributes:
+        FLAT: whether this very class takes activations without an axis of tokens, too, if the parts
+            that it is made of do. Subclasses say so for themselves.
     """
+
+    FLAT: ClassVar[bool] = False
 
     def __call__(self, run: Run, x: mx.array) -> mx.array:
         """What the part computes, `[B, T, ...]` -> `[B, T, ...]`."""
@@ -113,7 +120,12 @@ class Part:
 
     def branch(self, run: Run, norm: Part, x: mx.array) -> mx.array:
         """`x + self(norm(x))` where `run.fuses`, which some parts do with fewer nodes."""
-        return x + self(run, norm(run, x))
+        return x + self(run, apply(run, norm, x))
+
+    @cached_property
+    def takes_flat(self) -> bool:
+        """Whether it can be called where `run.flat`; `apply` calls all parts."""
+        return all(vars(type(part)).get("FLAT", False) for part in self.walk())
 
     def tensors(self) -> ParamSpec:
         """Name -> dense shape of the tensors that are this part's own."""
@@ -143,6 +155,16 @@ class Part:
             for part in value if isinstance(value, tuple) else (value,):
                 if isinstance(part, Part):
                     yield from part.walk()
+
+
+def apply(run: Run, part: Part, x: mx.array) -> mx.array:
+    """`part(x)`; parts that need an axis of tokens get one where activations have none."""
+    if not run.flat or part.takes_flat:
+        return part(run, x)
+    fuses, run.flat, run.fuses = run.fuses, False, False
+    out = part(run, x[:, None])
+    run.flat, run.fuses = True, fuses
+    return out.squeeze(1)
 
 
 PartT = TypeVar("PartT", bound=Part)

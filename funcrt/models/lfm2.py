@@ -14,6 +14,7 @@ from funcrt.config.layer_types import FULL, LayeredConfig
 from funcrt.errors import ConfigError
 from funcrt.layers import Attention, GatedMLP, Linear, Network, Part, PreNorm, RMSNorm, Run, Stacked
 from funcrt.layers.conv import ShortConv
+from funcrt.layers.fusing import added, normed
 from funcrt.models import llama
 
 import mlx.core as mx
@@ -164,10 +165,19 @@ def convolution(config: ConvConfig, i: int) -> GatedConv:
 class GatedConv(Part):
     """`out(c * conv(b * x))`; `gates` gives b, c and x, of width E each, side by side."""
 
+    FLAT = True
+
     gates: Part
     conv: ShortConv
     out: Part
 
     def __call__(self, run: Run, x: mx.array) -> mx.array:
-        b, c, x = mx.split(self.gates(run, x), 3, axis=-1)
-        return self.out(run, c * self.conv(run, b * x))
+        return self.out(run, self._look_back(run, self.gates(run, x)))
+
+    def branch(self, run: Run, norm: Part, x: mx.array) -> mx.array:
+        gates = normed(run, norm, self.gates, x)
+        return added(run, self.out, self._look_back(run, gates), x)
+
+    def _look_back(self, run: Run, gates: mx.array) -> mx.array:
+        b, c, x = mx.split(gates, 3, axis=-1)
+        return c * self.conv(run, b * x)

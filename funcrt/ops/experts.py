@@ -48,15 +48,15 @@ def dispatch(
     """Each token's experts, added up by weight in float32.
 
     Args:
-        x: `[B, T, E]`.
-        chosen: `[B, T, k]`, each below X.
-        weights: `[B, T, k]`.
+        x: `[..., E]`.
+        chosen: `[..., k]`, each below X.
+        weights: `[..., k]`.
         experts: from rows `[..., 1, E]` and where each goes to `[..., 1, E]`: some `expert_linear`
             and an activation.
         total: X, by which it is decided whether sorting pays off.
 
     Returns:
-        `[B, T, E]` in the dtype of x.
+        `[..., E]` in the dtype of x.
     """
     count = chosen.shape[-1]
     rows, picked = x.reshape(-1, x.shape[-1]), mx.stop_gradient(chosen.reshape(-1, count))
