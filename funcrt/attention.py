@@ -209,15 +209,16 @@ class Attend:
         both_sides: bool,
         ring: int | None,
     ) -> mx.array:
-        if self._call.first and scoring.softcap is None and not _narrows(window, q.shape[2]):
+        # Where MLX has no fused attention, it multiplies once for each query head.
+        by_products = scoring.softcap is not None or not is_on_gpu()
+        if self._call.first and not by_products and not _narrows(window, q.shape[2]):
             return attend(q, keys, values, "causal", scoring)
         if self._has_kernel(q, keys, values, scoring):
             sees_all = window is None and ring is None
             shown = self._held if sees_all else self._mask(window, both_sides, ring)
             return one_token.attend(q, keys, values, shown, scoring.scale)
         mask, key = self._mask(window, both_sides, ring), (window, both_sides, ring, q.dtype)
-        # Where MLX has no fused attention, it multiplies once for each query head.
-        if scoring.softcap is not None or not is_on_gpu():
+        if by_products:
             return attend_by_products(q, Dense(keys), Dense(values), mask, scoring)
         if key not in self._hiding:
             self._hiding[key] = hide(mask, q.dtype)

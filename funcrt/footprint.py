@@ -99,8 +99,9 @@ class Footprint:
     def call(self, batch: int, tokens: int, capacity: int, step: str | None = None) -> int:
         """The most that one call allocates beside weights and state, outputs included.
 
-        Layers need two rounds of scores `[B, H, T, S]` (read and written at once), the mask and
-        its inputs, and the activations of about two layers, since MLX runs ahead of what it frees.
+        Layers need two rounds of scores `[B, H, T, S]` (read and written at once; six of one token
+        in float32, see `ops.exponentials`), the mask and its inputs, and the activations of about
+        two layers, since MLX runs ahead of what it frees.
         Rings look at few columns of the mask: what it was made of is gone when they score. The
         first call of rows looks at its own tokens.
 
@@ -123,7 +124,8 @@ class Footprint:
         if signature.name == FIRST:
             capacity = min(capacity, tokens)
         columns, mask = self._columns(capacity), places * capacity
-        scores = places * 2 * self.num_heads * columns * self.value_bytes
+        rounds = 6 if tokens == 1 and self.value_bytes == 4 else 2
+        scores = places * rounds * self.num_heads * columns * self.value_bytes
         looked = scores + 3 * mask if columns == capacity else max(scores + mask, 3 * mask)
         layers = looked + activations + logits
         layers += batch * scan

@@ -34,6 +34,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from funcrt.ops import exponentials
 from funcrt.settings import (
     OPTION_NAMES,
     SETTING_INPUTS,
@@ -187,8 +188,7 @@ def top(logits: mx.array) -> tuple[mx.array, mx.array]:
     keys = (bits << 32) | mx.arange(vocab - 1, -1, -1).astype(mx.int64)
     keys = mx.sort(mx.topk(keys, min(ALTERNATIVES, vocab), axis=-1), axis=-1)[:, ::-1]
     ids = (vocab - 1 - (keys & 0xFFFFFFFF)).astype(mx.int32)
-    log_total = mx.logsumexp(logits, axis=-1, keepdims=True)
-    return ids, mx.take_along_axis(logits, ids, axis=-1) - log_total
+    return ids, mx.take_along_axis(logits, ids, axis=-1) - exponentials.logsumexp(logits)
 
 
 def sort_ascending(logits: mx.array) -> mx.array:
@@ -210,7 +210,8 @@ def count_kept(
     vocab = ranked.shape[-1]
     top_k, top_p, min_p = (settings[name][..., None] for name in ("top_k", "top_p", "min_p"))
     in_top_k = (mx.arange(vocab, 0, -1) <= top_k) | (top_k == 0)  # [B, V]
-    weights = mx.exp((ranked - ranked[..., -1:]) / temperature)  # probability over that of the best
+    # Probability over that of the best.
+    weights = exponentials.exp((ranked - ranked[..., -1:]) / temperature)
     left = mx.where(in_top_k, weights, 0.0)
     above = mx.cumsum(left, axis=-1, reverse=True, inclusive=False)  # mass of likelier tokens
     in_top_p = (above < top_p * (above + left)[..., :1]) | (top_p >= 1)
@@ -260,7 +261,7 @@ def _flip_negative(bits: mx.array) -> mx.array:
 
 def _report(logits: mx.array, tokens: mx.array, has_choice: mx.array | None = None) -> Sampled:
     """Complete the result for the tokens `[...]` chosen from float32 logits `[..., V]`."""
-    log_total = mx.logsumexp(logits, axis=-1)  # finite exactly if the row is usable
+    log_total = exponentials.logsumexp(logits)[..., 0]  # finite exactly if the row is usable
     finite = mx.isfinite(log_total)
     if has_choice is not None:
         finite = finite & has_choice

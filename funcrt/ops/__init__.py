@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 
 from funcrt import low_rank
+from funcrt.ops.exponentials import silu, softmax
 from funcrt.ops.products import packed_product
 from funcrt.packing import PARTS, dequantize, quantization_of
 from funcrt.params import Params
@@ -74,7 +75,9 @@ def soft_cap(x: mx.array, cap: float) -> mx.array:
     return mx.tanh(x / cap) * cap
 
 
-def masked_softmax(scores: mx.array, mask: mx.array, sinks: mx.array | None = None) -> mx.array:
+def masked_softmax(
+    scores: mx.array, mask: mx.array, sinks: mx.array | None = None, scale: float = 1.0
+) -> mx.array:
     """Softmax over the last axis of what a bool `mask` shows, accumulated in float32.
 
     Args:
@@ -82,14 +85,15 @@ def masked_softmax(scores: mx.array, mask: mx.array, sinks: mx.array | None = No
         mask: likewise, or broadcast to it.
         sinks: `[..., 1, 1]`, scores of a key that takes a share and gives no value
             (arXiv:2309.17453); or None.
+        scale: of the scores; 1 where there are sinks.
     """
     lowest = mx.finfo(scores.dtype).min
     scores = mx.where(mask, scores, lowest)
     if sinks is None:
-        return mx.softmax(scores, axis=-1, precise=True)
+        return softmax(scores, scale, by_powers=mask.shape[-2] == 1)
     column = mx.broadcast_to(sinks.astype(scores.dtype), (*scores.shape[:-1], 1))
     scores = mx.concatenate([scores, column], axis=-1)
-    return mx.softmax(scores, axis=-1, precise=True)[..., :-1]
+    return softmax(scores, by_powers=False)[..., :-1]
 
 
 def _gelu_tanh(x: mx.array) -> mx.array:
@@ -97,7 +101,7 @@ def _gelu_tanh(x: mx.array) -> mx.array:
 
 
 ACTIVATIONS: dict[str, Callable[[mx.array], mx.array]] = {
-    "silu": lambda x: x * mx.sigmoid(x),
+    "silu": silu,
     "gelu": lambda x: x * 0.5 * (1 + mx.erf(x / math.sqrt(2))),
     "gelu_pytorch_tanh": _gelu_tanh,
     "gelu_new": _gelu_tanh,

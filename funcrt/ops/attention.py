@@ -104,16 +104,20 @@ def attend_by_products(
     groups = stored.shape[1]
     # Query heads that share a key head go into the token axis: broadcasting the cache to all heads
     # would copy it.
-    folded = (q * scoring.scale).reshape(batch, groups, -1, width)
-    scores = keys.multiply(folded, transpose=True)
-    scores = scores.reshape(batch, groups, heads // groups, tokens, -1)
+    sinks, scale = scoring.sinks, scoring.scale
+    if scoring.softcap is not None or sinks is not None or q.dtype != mx.float32:
+        q, scale = q * scale, 1.0  # products of 16 bits may be too large without
+    scores = keys.multiply(q.reshape(batch, groups, -1, width), transpose=True)
     if scoring.softcap is not None:
         scores = soft_cap(scores, scoring.softcap)
-    sinks = scoring.sinks
+    if tokens > 1:
+        scores = scores.reshape(batch, groups, heads // groups, tokens, -1)
+        mask = mask[:, :, None]
     if sinks is not None:
-        sinks = sinks.reshape(groups, -1, 1, 1)  # [K,H/K,1,1]
-    weights = masked_softmax(scores, mask[:, :, None], sinks)
-    weights = weights.reshape(batch, groups, -1, weights.shape[-1])
+        sinks = sinks.reshape(groups, -1, *(1,) * (scores.ndim - 3))
+    weights = masked_softmax(scores, mask, sinks, scale)
+    if tokens > 1:
+        weights = weights.reshape(batch, groups, -1, weights.shape[-1])
     return values.multiply(weights, transpose=False).reshape(batch, heads, tokens, width)
 
 
