@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
+from weakref import WeakSet
 
 from funcrt.buckets import Bucket
 from funcrt.compiled import Compiled
@@ -42,7 +43,7 @@ class Decoding:
         self._flight: Flight | None = None
         self._marks: tuple[bool, ...] = ()
         self._active = mx.array(False)
-        self._texts: set[int] = set()  # ids of those that guesses were asked for
+        self._asked: WeakSet[Request] = WeakSet()  # for guesses, at the last question
         # While there are none: steps from one question to the next, and those that are left.
         self._silence = self._unasked = 0
 
@@ -60,8 +61,8 @@ class Decoding:
             assert flight is not None
             self._schedule(flight, None)
         ahead = self._launch(flight) if self._ahead else None
-        if ahead is not None:
-            self._unasked = max(0, self._unasked - 1)
+        if ahead is not None and self._unasked:
+            self._let_pass(self._texts())
         self._schedule(ahead, flight)
         self._flight = ahead
         rows = {row: r for row, r in flight.rows.items() if not r.finished}
@@ -120,13 +121,12 @@ class Decoding:
     def _can_follow(self, before: Flight, rows: Mapping[int, Request]) -> bool:
         """Whether a step needs nothing of the one before it but its tokens, row by row."""
         running = self._running
-        seated = running.seated.values()
         seats = before.rows.items()
         return (
             running.batch == before.bucket.batch
             and all(request.finished or running.requests[row] is request for row, request in seats)
             and running.holds(*_needs(rows.values()))
-            and (self._unasked or not any(request.drafter for request in seated))
+            and self._is_silent(self._texts())
             and not (self._samples(rows) and self._controls.lag(running.requests))
         )
 
@@ -197,19 +197,37 @@ class Decoding:
 
         To ask for guesses is to wait for the tokens that they follow.
         """
-        texts = [request for request in self._running.seated.values() if request.drafter]
-        known, self._texts = self._texts, {id(request) for request in texts}
-        if not self._texts <= known:
-            self._silence = self._unasked = 0
-        if self._unasked:
-            self._unasked -= 1
+        texts = self._texts()
+        if not texts:
             return {}
+        if self._is_silent(texts):
+            self._let_pass(texts)
+            return {}
+        if not self._knows(texts):
+            self._silence = 0
         guesses = self._guess(texts)
-        drafters = [request.drafter for request in texts if request.drafter]
-        if self._ahead and drafters and not any(drafter.catches_up for drafter in drafters):
-            self._silence = 0 if guesses else min(2 * self._silence + 1, _LONGEST_SILENCE)
-            self._unasked = self._silence
+        catch_up = any(text.drafter.catches_up for text in texts if text.drafter)
+        longer = min(2 * self._silence + 1, _LONGEST_SILENCE)
+        self._silence = 0 if guesses or catch_up or not self._ahead else longer
+        self._unasked, self._asked = self._silence, WeakSet(texts)
         return guesses
+
+    def _texts(self) -> list[Request]:
+        """Those of the batch that guesses may be asked for."""
+        return [request for request in self._running.seated.values() if request.drafter]
+
+    def _is_silent(self, texts: Sequence[Request]) -> bool:
+        """Whether nothing is asked before the next step: nobody is new."""
+        return not texts or (self._unasked > 0 and self._knows(texts))
+
+    def _knows(self, texts: Sequence[Request]) -> bool:
+        return all(text in self._asked for text in texts)
+
+    def _let_pass(self, texts: Iterable[Request]) -> None:
+        """A step begins without a question."""
+        self._unasked -= 1
+        for text in texts:
+            text.pause = max(0, text.pause - 1)
 
     def _guess(self, requests: Sequence[Request]) -> Guesses:
         """Guesses of every drafter for its texts; texts that are hard to guess are left alone."""

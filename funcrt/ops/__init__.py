@@ -87,7 +87,7 @@ def masked_softmax(
             (arXiv:2309.17453); or None.
         scale: of the scores; 1 where there are sinks.
     """
-    lowest = mx.finfo(scores.dtype).min
+    lowest = mx.finfo(scores.dtype).min / max(scale, 1.0)  # still finite when it is scaled
     scores = mx.where(mask, scores, lowest)
     if sinks is None:
         return softmax(scores, scale, by_powers=mask.shape[-2] == 1)

@@ -105,8 +105,9 @@ def attend_by_products(
     # Query heads that share a key head go into the token axis: broadcasting the cache to all heads
     # would copy it.
     sinks, scale = scoring.sinks, scoring.scale
-    if scoring.softcap is not None or sinks is not None or q.dtype != mx.float32:
-        q, scale = q * scale, 1.0  # products of 16 bits may be too large without
+    alone = tokens == 1 and scoring.softcap is None and sinks is None
+    if not alone or q.dtype != mx.float32:  # products of 16 bits may be too large
+        q, scale = q * scale, 1.0
     scores = keys.multiply(q.reshape(batch, groups, -1, width), transpose=True)
     if scoring.softcap is not None:
         scores = soft_cap(scores, scoring.softcap)
