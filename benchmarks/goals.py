@@ -97,8 +97,8 @@ GOALS = [
     _cpu(
         "SmolLM2 against mlx-lm float32 with the same BLAS: decode", 1.2,
         ratio("decode_tok_s", *_SAME), "sequence",
-        note="Both multiply alike, which takes 13.8 ms of 18 and of 20 (profile.json). Of the rest, "
-        "building the graph takes 1 to 2 ms, before the first product, and about 1,200 primitives "
+        note="Both multiply alike, which takes 13.8 ms of 18 and of 20 (profile.json). Of what is "
+        "left, building the graph takes 1 to 2 ms, before a product begins, and about 1,200 nodes "
         "some us each: fewer of them are needed, of a norm or a rotation there are three to four. "
         "Norms by products, longer waits of the threads that multiply, and exponentials by powers "
         "changed less than runs differ. On a machine that reads at 20 GB/s instead of 52 it was "

@@ -10,6 +10,7 @@ from typing import Any
 import converters
 from funcrt import BucketPlan
 from funcrt.config.rope import RopeConfig
+from funcrt.layers import PreNorm
 from funcrt.low_rank import LORA_A, LORA_B
 from funcrt.model import Model
 from funcrt.ops import few_rows, heads, kernels, one_token
@@ -152,6 +153,34 @@ def test_subclasses_of_parts_do_what_they_do(calls, model_type):
     """They read what a projection gives in their own way, which no kernel knows."""
     decode(converters.load(family_folder(model_type), dtype="float32"))
     assert not calls
+
+
+@pytest.mark.parametrize(
+    ("model_type", "expected"),
+    [
+        # Convolutions and gated MLPs, attention whose norms of heads no kernel knows.
+        ("lfm2", {"eps+norm", "eps+gated+norm", "residual"}),
+        ("lfm2-bias", {"bias+eps+norm", "bias+residual", "eps+norm", "eps+gated+norm", "residual"}),
+        ("lfm2_moe", {"eps+norm", "eps+gated+norm", "residual"}),
+        # Attention beside experts, whose products are others.
+        ("mixtral", {"heads+eps+norm", "residual"}),
+        ("qwen3_moe", {"eps+norm", "eps+gated+norm", "residual"}),  # one of its MLPs has none
+        # Parts that need an axis of tokens, beside MLPs that do not.
+        ("deepseek_v3", {"eps+gated+norm", "residual"}),
+        ("qwen3_5_text", {"residual"}),  # its norms add to their weights
+        ("gpt_oss", {"bias+eps+norm", "bias+residual"}),
+        ("mamba2", set()),
+    ],
+)
+def test_parts_of_all_kinds_stand_beside_each_other(calls, monkeypatch, model_type, expected):
+    model = converters.load(family_folder(model_type), dtype="float32")
+    fused = decode(model)
+    assert set(calls) == expected
+    monkeypatch.setattr(kernels, "are_there", lambda: False)
+    flat = decode(model)
+    assert relative_error(fused, flat) < 1e-5
+    monkeypatch.setattr(PreNorm, "FLAT", False)  # of the network with an axis of tokens throughout
+    assert relative_error(flat, decode(model)) < 1e-6
 
 
 @pytest.mark.parametrize("rope", [
