@@ -127,7 +127,8 @@ class Footprint:
         rounds = 6 if tokens == 1 and self.value_bytes == 4 else 2
         scores = places * rounds * self.num_heads * columns * self.value_bytes
         looked = scores + 3 * mask if columns == capacity else max(scores + mask, 3 * mask)
-        layers = looked + activations + logits
+        # Log-probabilities are made of something as large as the logits.
+        layers = looked + activations + logits * (2 if "logprobs" in signature.outputs else 1)
         layers += batch * scan
         if "temperature" in signature.inputs:
             # Scores are gone when tokens are drawn, what stands between layers may not be.

@@ -40,6 +40,7 @@ def measure(model: Model, step: str, shape: tuple[int, int, int], eager: bool) -
         "prefill": [ids, ids == 0],
         "prefill_first": [ids, ids == 0],
         "decode_greedy": [ids[:, 0], ids[:, 0] == 0],
+        "verify_greedy": [ids, ids == 0],
     }
     settings = make_settings(batch, model.vocab_size, temperature=1.0)
     inputs["decode"] = [*inputs["decode_greedy"], settings]
@@ -102,6 +103,16 @@ def test_drawing_tokens_takes_what_was_foretold(eager: bool) -> None:
     foretold = laid_out(model, *shape).call(*shape)
     assert 0.9 * (measured := measure(model, "decode", shape, eager)) <= foretold <= 2 * measured
     assert foretold > 15 * 4 * 20000 * 4
+
+
+@cpu_only
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
+@pytest.mark.parametrize("step", ["decode_greedy", "verify_greedy"])
+def test_the_likeliest_tokens_take_what_was_foretold(step: str, eager: bool) -> None:
+    model = model_of("float32", vocab_size=20000)
+    shape = (4, 4 if step == "verify_greedy" else 1, 128)
+    foretold = laid_out(model, *shape).call(*shape, step)
+    assert 0.9 * (measured := measure(model, step, shape, eager)) <= foretold <= 2 * measured
 
 
 @cpu_only
@@ -175,7 +186,9 @@ def test_a_call_grows_with_each_of_its_sizes() -> None:
     assert base < footprint.call(2, 64, 512)
     assert base < footprint.call(2, 16, 1024)
     logits = 2 * 128256 * 4
-    assert footprint.call(2, 16, 512, "verify_greedy") == base + 15 * logits
+    assert (
+        footprint.call(2, 16, 512, "verify_greedy") == base + 31 * logits
+    )  # twice at each of 16 places
     assert footprint.call(2, 16, 512, "verify") > footprint.call(2, 16, 512, "verify_greedy")
     assert footprint.call(2, 1, 512) >= footprint.call(2, 1, 512, "decode_greedy")
     rest = footprint.weights + 2 * footprint.state(2, 512) + 2 * logits
