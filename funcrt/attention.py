@@ -146,7 +146,8 @@ class Attend:
         q, q_rope = (a.reshape(batch, 1, heads * tokens, -1) for a in (q * scale, q_rope * scale))
         scores = q @ keys.swapaxes(-1, -2) + q_rope @ rope.swapaxes(-1, -2)
         scores = scores.reshape(batch, heads, tokens, -1)
-        weights = ops.masked_softmax(scores, self._mask(None, False, None))
+        mask = self._mask(None, False, None)
+        weights = ops.masked_softmax(scores, mask, by_powers=tokens == 1)
         out = weights.reshape(batch, 1, heads * tokens, -1) @ keys
         return out.reshape(batch, heads, tokens, -1)
 

@@ -21,7 +21,8 @@ class Placement(NamedTuple):
         order: int32 `[B, T]`, packed index -> caller's index; None when T = 1.
         back: int32 `[B, T]`, caller's index -> packed index; None when T = 1.
         real: bool `[B, T]`, packed.
-        slots: int32 `[B, T]`, where each packed token is written (S - 1 for padding).
+        slots: int32 `[B, T]`, where each packed token is written (S - 1 for padding). Keys and
+            values of a `first` call stand in a row instead, see `write_first`.
         visible: bool `[B, 1, T, S]`, packed: the caller's mask within what is written. A row may
             see nothing; `give_sight` makes such rows harmless, after any window.
         positions: int32 `[B, T]` packed, 0 for padding; None where position = `offset` + packed

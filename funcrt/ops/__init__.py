@@ -76,7 +76,12 @@ def soft_cap(x: mx.array, cap: float) -> mx.array:
 
 
 def masked_softmax(
-    scores: mx.array, mask: mx.array, sinks: mx.array | None = None, scale: float = 1.0
+    scores: mx.array,
+    mask: mx.array,
+    sinks: mx.array | None = None,
+    scale: float = 1.0,
+    *,
+    by_powers: bool = False,
 ) -> mx.array:
     """Softmax over the last axis of what a bool `mask` shows, accumulated in float32.
 
@@ -86,14 +91,15 @@ def masked_softmax(
         sinks: `[..., 1, 1]`, scores of a key that takes a share and gives no value
             (arXiv:2309.17453); or None.
         scale: of the scores; 1 where there are sinks.
+        by_powers: see `exponentials.softmax`.
     """
     lowest = mx.finfo(scores.dtype).min / max(scale, 1.0)  # still finite when it is scaled
     scores = mx.where(mask, scores, lowest)
     if sinks is None:
-        return softmax(scores, scale, by_powers=mask.shape[-2] == 1)
+        return softmax(scores, scale, by_powers=by_powers)
     column = mx.broadcast_to(sinks.astype(scores.dtype), (*scores.shape[:-1], 1))
     scores = mx.concatenate([scores, column], axis=-1)
-    return softmax(scores, by_powers=False)[..., :-1]
+    return softmax(scores, by_powers=by_powers)[..., :-1]
 
 
 def _gelu_tanh(x: mx.array) -> mx.array:

@@ -19,13 +19,13 @@ def route_softmax(scores: mx.array, count: int, *, normalize: bool, scale: float
     """Softmax over all experts, then the best (Mixtral, arXiv:2401.04088; Qwen3-MoE, DeepSeek-V2).
 
     Args:
-        scores: the router's logits `[B, T, X]`.
+        scores: the router's logits `[..., X]`.
         count: k.
         normalize: whether the k weights shall add up to 1.
         scale: what weights are multiplied by in the end.
 
     Returns:
-        chosen `[B, T, k]` and weights float32 `[B, T, k]`.
+        chosen `[..., k]` and weights float32 `[B, T, k]`.
     """
     weights = mx.softmax(scores.astype(mx.float32), axis=-1)
     return _weigh(weights, _best(weights, count), scale, 0.0 if normalize else None)
@@ -44,14 +44,14 @@ def route_grouped_softmax(
     """Softmax, then the best within the groups with the best expert (arXiv:2405.04434 §2.2).
 
     Args:
-        scores: the router's logits `[B, T, X]`.
+        scores: the router's logits `[..., X]`.
         count: k.
         groups: how many groups of X / groups neighbours there are.
         kept: how many of them may be chosen from.
         scale: what weights are multiplied by in the end.
 
     Returns:
-        chosen `[B, T, k]` and weights float32 `[B, T, k]`.
+        chosen `[..., k]` and weights float32 `[B, T, k]`.
 
     Raises:
         ConfigError: groups that do not divide the experts, or keep too few of them.
@@ -77,7 +77,7 @@ def route_sigmoid(
     A group counts as much as the two best of its experts.
 
     Args:
-        scores: the router's logits `[B, T, X]`.
+        scores: the router's logits `[..., X]`.
         count: k.
         bias: `[X]`.
         groups: how many groups of X / groups neighbours there are.
@@ -87,7 +87,7 @@ def route_sigmoid(
         eps: added to that sum.
 
     Returns:
-        chosen `[B, T, k]` and weights float32 `[B, T, k]`.
+        chosen `[..., k]` and weights float32 `[B, T, k]`.
 
     Raises:
         ConfigError: groups that do not divide the experts, or keep too few of them.
@@ -101,13 +101,13 @@ def route_corrected_softmax(scores: mx.array, count: int, *, bias: mx.array, lea
     """Softmax over all experts that a bias corrects, for the choice only (ERNIE 4.5).
 
     Args:
-        scores: the router's logits `[B, T, X]`.
+        scores: the router's logits `[..., X]`.
         count: k.
         bias: `[X]` or `[1, X]`.
         least: the k weights are divided by their sum, or by this if it is more.
 
     Returns:
-        chosen `[B, T, k]` and weights float32 `[B, T, k]`.
+        chosen `[..., k]` and weights float32 `[B, T, k]`.
     """
     weights = mx.softmax(scores.astype(mx.float32), axis=-1)
     chosen = _best(weights + bias.astype(mx.float32), count)
