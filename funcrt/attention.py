@@ -147,7 +147,7 @@ class Attend:
         scores = q @ keys.swapaxes(-1, -2) + q_rope @ rope.swapaxes(-1, -2)
         scores = scores.reshape(batch, heads, tokens, -1)
         mask = self._mask(None, False, None)
-        weights = ops.masked_softmax(scores, mask, by_powers=tokens == 1)
+        weights = ops.masked_softmax(scores, mask, in_place=tokens > 1)
         out = weights.reshape(batch, 1, heads * tokens, -1) @ keys
         return out.reshape(batch, heads, tokens, -1)
 

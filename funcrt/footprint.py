@@ -32,7 +32,7 @@ _SIZES = (
 )
 # Float32 arrays as large as the logits that live at once.
 _DRAWN = 17  # where a call draws tokens
-_RANKED = 5  # where it lists the most likely ones
+_RANKED = 6  # where it lists the most likely ones
 
 
 @dataclass(frozen=True)

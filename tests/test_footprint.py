@@ -116,6 +116,21 @@ def test_the_likeliest_tokens_take_what_was_foretold(step: str, eager: bool) -> 
 
 
 @cpu_only
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
+def test_listing_tokens_takes_what_was_foretold(eager: bool) -> None:
+    model, shape = model_of("float32", vocab_size=20000), (4, 1, 128)
+    foretold = laid_out(model, *shape).call(*shape, "top")
+    compiled = model.compiled(BucketPlan(batch=4, tokens=4, capacity=128), eager=eager)
+    logits = mx.random.normal((4, 20000))
+    mx.eval(compiled.top(logits))
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(compiled.top(logits))
+    measured = mx.get_peak_memory() - before
+    assert 0.9 * measured <= foretold <= 2 * measured
+
+
+@cpu_only
 def test_verifying_takes_what_was_foretold() -> None:
     model, shape = model_of("float32", vocab_size=20000), (2, 4, 128)
     foretold = laid_out(model, *shape).call(*shape, "verify")

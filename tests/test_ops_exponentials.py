@@ -13,7 +13,7 @@ import pytest
 def by_powers(request, monkeypatch):
     """Both forms everywhere, whatever the machine is fast at."""
     monkeypatch.setattr(
-        exponentials, "_by_powers", lambda x: request.param and x.dtype == mx.float32
+        exponentials, "_has_slow_exp", lambda x: request.param and x.dtype == mx.float32
     )
     return request.param
 
@@ -22,7 +22,24 @@ def doubles(x: mx.array) -> np.ndarray:
     return np.array(x.astype(mx.float32)).astype(np.float64)
 
 
+HAS_SLOW_EXP = exponentials._has_slow_exp
+
 X = mx.concatenate([mx.linspace(-85, 85, 4001), mx.linspace(-1, 1, 1001)])
+
+
+def test_powers_are_for_float32_on_cpus():
+    on_cpu = mx.default_device().type == mx.DeviceType.cpu
+    assert HAS_SLOW_EXP(mx.zeros(2)) is on_cpu
+    assert not HAS_SLOW_EXP(mx.zeros(2, mx.float16))
+
+
+def test_exp_of_what_is_next_to_nothing():
+    x = mx.array([-87.0, -88.0, -1000.0, -3e38, -mx.inf, mx.nan, 89.0, mx.inf])
+    found = doubles(exponentials.exp(x))
+    assert np.allclose(found[0], np.exp(-87.0), rtol=1e-5, atol=0)
+    assert np.all(found[1:5] < 1e-38)
+    assert np.isnan(found[5])
+    assert np.all(np.isinf(found[6:]))
 
 
 def test_exp():
@@ -48,6 +65,9 @@ def test_silu_of_what_is_far_away_has_a_gradient():
     assert np.array_equal(found[4:], doubles(x)[4:])
     slopes = mx.grad(lambda x: exponentials.silu(x).sum())(x)
     assert np.allclose(doubles(slopes), [0, 0, 0, 0, 1, 1, 1], atol=1e-6)
+    x = mx.linspace(-100, 100, 801)
+    bends = mx.grad(lambda x: mx.grad(lambda x: exponentials.silu(x).sum())(x).sum())(x)
+    assert mx.all(mx.isfinite(bends))
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.125])

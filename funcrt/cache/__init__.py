@@ -2,8 +2,8 @@
 
 `lengths` int32 `[B]` counts the slots each row has filled; every layer adds its own arrays (see
 `funcrt.cache.layout` for the kinds). Slot S - 1 is scratch: padding and whatever does not fit is
-written there (padding of a first call behind its row's tokens, which come to stand there), and
-nothing ever sees it, so the usable capacity is S - 1.
+written there, and nothing ever sees it, so the usable capacity is S - 1. The first call of all rows
+leaves padding behind each row's tokens instead, where the next tokens overwrite it.
 
 Every function takes states and returns new ones, and all but `save` and `load` trace.
 """

@@ -89,7 +89,7 @@ def begin_pieces(state: CacheState) -> int:
 
 
 def _mark(arrays: Sequence[mx.array]) -> mx.array:
-    """Something that is known when they are.
+    """Something that is known when they are: it waits for the last, and devices work in order.
 
     A value of its own: whoever held an array of the state would have it copied.
     """

@@ -53,7 +53,7 @@ class Network(Part):
         """Packed ids `[B, T]` -> `[B, T, E]`: everything but the last projection."""
         x = run.zero_padding(self.embed(run, tokens))  # harmless through every layer
         # MLX multiplies matrices: products of [B, 1, E] would be reshaped before and after.
-        are_flat = all(vars(type(layer)).get("FLAT") for layer in self.layers)
+        are_flat = all(layer.is_flat for layer in self.layers)
         run.flat = tokens.shape[1] == 1 and are_flat and not run.by_row
         # Causal calls are those of step functions, which nobody differentiates.
         run.fuses = run.flat and run.call.causal and kernels.are_there()

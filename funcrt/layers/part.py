@@ -115,7 +115,7 @@ class Part:
     FLAT: ClassVar[bool] = False
 
     def __call__(self, run: Run, x: mx.array) -> mx.array:
-        """What the part computes, `[B, T, ...]` -> `[B, T, ...]`."""
+        """What the part computes, `[B, T, ...]` -> `[B, T, ...]`; without T where `run.flat`."""
         raise NotImplementedError
 
     def branch(self, run: Run, norm: Part, x: mx.array) -> mx.array:
@@ -125,7 +125,12 @@ class Part:
     @cached_property
     def takes_flat(self) -> bool:
         """Whether it can be called where `run.flat`; `apply` calls all parts."""
-        return all(vars(type(part)).get("FLAT", False) for part in self.walk())
+        return all(part.is_flat for part in self.walk())
+
+    @property
+    def is_flat(self) -> bool:
+        """`FLAT` of this very class, whatever it is made of."""
+        return bool(vars(type(self)).get("FLAT"))
 
     def tensors(self) -> ParamSpec:
         """Name -> dense shape of the tensors that are this part's own."""

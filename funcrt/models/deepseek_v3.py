@@ -77,6 +77,8 @@ class Config(TurningConfig, CorrectedConfig):
 class CorrectedMoE(MoE):
     """A mixture whose rule also takes a bias `[X]` (§2.1.2), the tensor `bias`."""
 
+    FLAT = True
+
     rule: Callable[..., Route]
     bias: str
 

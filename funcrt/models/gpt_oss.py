@@ -70,6 +70,7 @@ class ClampedExperts(StackedExperts):
     Stacks are stored with inputs before outputs, gates and ups in turns, and have biases.
     """
 
+    FLAT = True
     IN_TURNS: ClassVar[bool] = True
 
     alpha: float

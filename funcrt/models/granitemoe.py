@@ -30,6 +30,8 @@ class Config(granite.Config, ExpertConfig):
 class InputOutputExperts(StackedExperts):
     """Experts whose stacks are called `input_linear` and `output_linear`; they may be packed."""
 
+    FLAT = True
+
     @property
     def gate_up(self) -> str:
         return f"{self.name}.input_linear"

@@ -81,7 +81,7 @@ def masked_softmax(
     sinks: mx.array | None = None,
     scale: float = 1.0,
     *,
-    by_powers: bool = False,
+    in_place: bool = True,
 ) -> mx.array:
     """Softmax over the last axis of what a bool `mask` shows, accumulated in float32.
 
@@ -90,16 +90,17 @@ def masked_softmax(
         mask: likewise, or broadcast to it.
         sinks: `[..., 1, 1]`, scores of a key that takes a share and gives no value
             (arXiv:2309.17453); or None.
-        scale: of the scores; 1 where there are sinks.
-        by_powers: see `exponentials.softmax`.
+        scale: of the scores, positive; not of sinks.
+        in_place: see `exponentials.softmax`.
     """
     lowest = mx.finfo(scores.dtype).min / max(scale, 1.0)  # still finite when it is scaled
     scores = mx.where(mask, scores, lowest)
     if sinks is None:
-        return softmax(scores, scale, by_powers=by_powers)
+        return softmax(scores, scale, in_place=in_place)
+    scores = scores if scale == 1.0 else scores * scale
     column = mx.broadcast_to(sinks.astype(scores.dtype), (*scores.shape[:-1], 1))
     scores = mx.concatenate([scores, column], axis=-1)
-    return softmax(scores, by_powers=by_powers)[..., :-1]
+    return softmax(scores, in_place=in_place)[..., :-1]
 
 
 def _gelu_tanh(x: mx.array) -> mx.array:

@@ -106,8 +106,8 @@ def attend_by_products(
     # would copy it.
     sinks, scale = scoring.sinks, scoring.scale
     # A packed cache rounds what comes of it: there one token must be as it is among several.
-    by_powers = tokens == 1 and isinstance(keys, Dense)
-    plain = by_powers and scoring.softcap is None and sinks is None
+    in_place = tokens > 1 or isinstance(keys, Packed)
+    plain = not in_place and scoring.softcap is None and sinks is None
     if not plain or q.dtype != mx.float32:  # products of 16 bits may be too large
         q, scale = q * scale, 1.0
     scores = keys.multiply(q.reshape(batch, groups, -1, width), transpose=True)
@@ -118,7 +118,7 @@ def attend_by_products(
         mask = mask[:, :, None]
     if sinks is not None:
         sinks = sinks.reshape(groups, -1, *(1,) * (scores.ndim - 3))
-    weights = masked_softmax(scores, mask, sinks, scale, by_powers=by_powers)
+    weights = masked_softmax(scores, mask, sinks, scale, in_place=in_place)
     if tokens > 1:
         weights = weights.reshape(batch, groups, -1, weights.shape[-1])
     return values.multiply(weights, transpose=False).reshape(batch, heads, tokens, width)

@@ -25,7 +25,7 @@ def route_softmax(scores: mx.array, count: int, *, normalize: bool, scale: float
         scale: what weights are multiplied by in the end.
 
     Returns:
-        chosen `[..., k]` and weights float32 `[B, T, k]`.
+        chosen `[..., k]` and weights float32 `[..., k]`.
     """
     weights = mx.softmax(scores.astype(mx.float32), axis=-1)
     return _weigh(weights, _best(weights, count), scale, 0.0 if normalize else None)
@@ -51,7 +51,7 @@ def route_grouped_softmax(
         scale: what weights are multiplied by in the end.
 
     Returns:
-        chosen `[..., k]` and weights float32 `[B, T, k]`.
+        chosen `[..., k]` and weights float32 `[..., k]`.
 
     Raises:
         ConfigError: groups that do not divide the experts, or keep too few of them.
@@ -87,7 +87,7 @@ def route_sigmoid(
         eps: added to that sum.
 
     Returns:
-        chosen `[..., k]` and weights float32 `[B, T, k]`.
+        chosen `[..., k]` and weights float32 `[..., k]`.
 
     Raises:
         ConfigError: groups that do not divide the experts, or keep too few of them.
@@ -107,7 +107,7 @@ def route_corrected_softmax(scores: mx.array, count: int, *, bias: mx.array, lea
         least: the k weights are divided by their sum, or by this if it is more.
 
     Returns:
-        chosen `[..., k]` and weights float32 `[B, T, k]`.
+        chosen `[..., k]` and weights float32 `[..., k]`.
     """
     weights = mx.softmax(scores.astype(mx.float32), axis=-1)
     chosen = _best(weights + bias.astype(mx.float32), count)
