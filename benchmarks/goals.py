@@ -90,18 +90,18 @@ GOALS = [
     _cpu(
         "SmolLM2, one sequence (stretch): share of the read bandwidth", 70,
         share(sequence.OURS, "read"), "sequence", unit="%",
-        note="Products take two thirds of a step (profile.json), about what reading the weights "
-        "takes on this machine; the rest is what MLX does on the host for the other primitives. "
-        "On a machine that reads at 20 GB/s instead of 52 it was 72 %.",
+        note="Products take three quarters of a step (profile.json) and read the weights at two "
+        "thirds of the bandwidth or a little more; the rest is what MLX does on the host for the "
+        "other primitives. On a machine that reads at 20 GB/s instead of 55 it was 72 %.",
     ),
     _cpu(
         "SmolLM2 against mlx-lm float32 with the same BLAS: decode", 1.2,
         ratio("decode_tok_s", *_SAME), "sequence",
-        note="Both multiply alike, which takes 13.8 ms of 18 and of 20 (profile.json). Of what is "
+        note="Both multiply alike, which takes three quarters of our step (profile.json). Of what is "
         "left, building the graph takes 1 to 2 ms, before a product begins, and about 1,200 nodes "
         "some us each: fewer of them are needed, of a norm or a rotation there are three to four. "
         "Norms by products, longer waits of the threads that multiply, and exponentials by powers "
-        "changed less than runs differ. On a machine that reads at 20 GB/s instead of 52 it was "
+        "changed less than runs differ. On a machine that reads at 20 GB/s instead of 55 it was "
         "1.38.",
     ),
     _cpu(
