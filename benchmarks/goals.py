@@ -97,12 +97,11 @@ GOALS = [
     _cpu(
         "SmolLM2 against mlx-lm float32 with the same BLAS: decode", 1.2,
         ratio("decode_tok_s", *_SAME), "sequence",
-        note="Both multiply alike, which takes three quarters of our step (profile.json). Of what is "
-        "left, building the graph takes 1 to 2 ms, before a product begins, and about 1,200 nodes "
-        "some us each: fewer of them are needed, of a norm or a rotation there are three to four. "
-        "Norms by products, longer waits of the threads that multiply, and exponentials by powers "
-        "changed less than runs differ. On a machine that reads at 20 GB/s instead of 55 it was "
-        "1.38.",
+        note="Both multiply alike, three quarters of our step (profile.json). Of what is left, "
+        "building the graph takes 1 to 2 ms, before a product begins, and about 1,200 nodes a few "
+        "us each: fewer are needed, of a norm or a rotation there are three to four. Norms by "
+        "products, longer waits of the threads that multiply, and exponentials by powers changed "
+        "less than runs differ. On a machine that reads at 20 GB/s instead of 55 it was 1.38.",
     ),
     _cpu(
         "SmolLM2 against mlx-lm float32 with the same BLAS: first token", 1.2,
