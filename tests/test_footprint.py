@@ -201,9 +201,8 @@ def test_a_call_grows_with_each_of_its_sizes() -> None:
     assert base < footprint.call(2, 64, 512)
     assert base < footprint.call(2, 16, 1024)
     logits = 2 * 128256 * 4
-    assert (
-        footprint.call(2, 16, 512, "verify_greedy") == base + 31 * logits
-    )  # twice at each of 16 places
+    # Twice at each of 16 places, where the base has them once.
+    assert footprint.call(2, 16, 512, "verify_greedy") == base + 31 * logits
     assert footprint.call(2, 16, 512, "verify") > footprint.call(2, 16, 512, "verify_greedy")
     assert footprint.call(2, 1, 512) >= footprint.call(2, 1, 512, "decode_greedy")
     rest = footprint.weights + 2 * footprint.state(2, 512) + 2 * logits
