@@ -146,8 +146,8 @@ class Attend:
         q, q_rope = (a.reshape(batch, 1, heads * tokens, -1) for a in (q * scale, q_rope * scale))
         scores = q @ keys.swapaxes(-1, -2) + q_rope @ rope.swapaxes(-1, -2)
         scores = scores.reshape(batch, heads, tokens, -1)
-        mask = self._mask(None, False, None)
-        weights = ops.masked_softmax(scores, mask, in_place=tokens > 1)
+        # In place: of all heads, scores are not much smaller than what is kept.
+        weights = ops.masked_softmax(scores, self._mask(None, False, None))
         out = weights.reshape(batch, 1, heads * tokens, -1) @ keys
         return out.reshape(batch, heads, tokens, -1)
 

@@ -100,8 +100,8 @@ class Footprint:
         """The most that one call allocates beside weights and state, outputs included.
 
         Layers need two rounds of scores `[B, H, T, S]` (read and written at once; six of one token
-        in float32, see `ops.exponentials`), the mask and its inputs, and the activations of about
-        two layers, since MLX runs ahead of what it frees.
+        in float32 without latents, see `ops.exponentials`), the mask and its inputs, and the
+        activations of about two layers, since MLX runs ahead of what it frees.
         Rings look at few columns of the mask: what it was made of is gone when they score. The
         first call of rows looks at its own tokens.
 
@@ -124,7 +124,8 @@ class Footprint:
         if signature.name == FIRST:
             capacity = min(capacity, tokens)
         columns, mask = self._columns(capacity), places * capacity
-        rounds = 6 if tokens == 1 and self.value_bytes == 4 else 2
+        in_place = tokens > 1 or self.value_bytes < 4 or self._latent_width() > 0
+        rounds = 2 if in_place else 6
         scores = places * rounds * self.num_heads * columns * self.value_bytes
         looked = scores + 3 * mask if columns == capacity else max(scores + mask, 3 * mask)
         # Log-probabilities are made of something as large as the logits.
