@@ -12,12 +12,13 @@ extern void *TABLE[];
 
 enum { ROW_MAJOR = 101, AS_STORED = 111, TRANSPOSED = 112 };
 
-static bool few_rows(int m, int n, int k, in x, int ldx, in w, int ldw, float *y, int ldy);
+static bool few_rows(int tb, int m, int n, int k, in x, int ldx, in w, int ldw, bool adds,
+                     float *y, int ldy);
 
 void cblas_sgemm(int order, int ta, int tb, int m, int n, int k, float alpha, in a, int lda,
                  in b, int ldb, float beta, float *c, int ldc) {
-    if (order == ROW_MAJOR && ta == AS_STORED && tb == TRANSPOSED && alpha == 1.0f &&
-        beta == 0.0f && few_rows(m, n, k, a, lda, b, ldb, c, ldc))
+    if (order == ROW_MAJOR && ta == AS_STORED && alpha == 1.0f && (beta == 0.0f || beta == 1.0f) &&
+        few_rows(tb, m, n, k, a, lda, b, ldb, beta == 1.0f, c, ldc))
         return;
     if (order != ROW_MAJOR || m != 1 || n < 1 || k < 1 || (ta != AS_STORED && ta != TRANSPOSED) ||
         (tb != AS_STORED && tb != TRANSPOSED)) {
@@ -37,12 +38,17 @@ void cblas_sgemm(int order, int ta, int tb, int m, int n, int k, float alpha, in
 #ifdef __x86_64__
 #include <immintrin.h>
 
-// y[m,n] = x[m,k] w[n,k]^T
-typedef struct {
+// y[m,n] = x[m,k] w[n,k]^T, or that and what y is, added last; or y = x[m,k] w[k,n]
+typedef struct product {
     in x, w;
     float *y;
     long m, n, k, ldx, ldw, ldy;
+    bool adds;
+    void (*multiply)(const struct product *, long from, long to);
 } product;
+
+// Kernels of this machine, by w[n,k] and by w[k,n]; NULL where there are none.
+static void (*across)(const product *, long, long), (*along)(const product *, long, long);
 
 enum {
     COLUMNS = 4,
@@ -50,6 +56,10 @@ enum {
     MANY_ROWS = 12,           // from here on w is used so often that a copy of it pays
     MOST_ROWS = 128,          // with more, packing all of w, as OpenBLAS does, is no loss
     MOST_COPIED = 4096,       // floats of a column
+    HEAD = 32,                // columns of w[k,n] that are summed together; all are shared by these
+    WIDEST_HEAD = 256,        // with more, pieces of rows lie too far from each other
+    MOST_QUERIES = 8,         // with more, OpenBLAS is faster for w[k,n]
+    IN_A_ROW = 256,           // products that are added one by one: longer sums round more
     WORTH_SHARING = 1 << 17,  // values of w
 };
 
@@ -71,7 +81,7 @@ static in copy_rows(float *to, in from, long ld, long rows, long k) {
 // 16 bytes; meanwhile the next columns are fetched from memory.
 #define KERNEL(NAME, TARGET, VECTOR, MM, LANES, ROWS, HALF)                                        \
     __attribute__((target(TARGET), always_inline)) static inline void NAME##_tile(                 \
-        int rows, in x, long ldx, in w, long ldw, long k, float *y, long ldy) {                    \
+        int rows, in x, long ldx, in w, long ldw, long k, bool adds, float *y, long ldy) {         \
         VECTOR sums[ROWS][COLUMNS];                                                                \
         UNROLL for (int i = 0; i < rows; i++)                                                      \
             UNROLL for (int j = 0; j < COLUMNS; j++)                                               \
@@ -91,7 +101,9 @@ static in copy_rows(float *to, in from, long ld, long rows, long k) {
             __m256 right = _mm256_hadd_ps(HALF(sums[i][2]), HALF(sums[i][3]));                     \
             __m256 four = _mm256_hadd_ps(left, right);                                             \
             __m128 upper = _mm256_extractf128_ps(four, 1);                                         \
-            _mm_storeu_ps(y + i * ldy, _mm_add_ps(_mm256_castps256_ps128(four), upper));           \
+            __m128 sum = _mm_add_ps(_mm256_castps256_ps128(four), upper);                          \
+            if (adds) sum = _mm_add_ps(_mm_loadu_ps(y + i * ldy), sum);                            \
+            _mm_storeu_ps(y + i * ldy, sum);                                                       \
         }                                                                                          \
     }                                                                                              \
     __attribute__((target(TARGET))) static void NAME(const product *p, long from, long to) {       \
@@ -107,13 +119,51 @@ static in copy_rows(float *to, in from, long ld, long rows, long k) {
             for (; i + ROWS <= p->m; i += ROWS) {                                                  \
                 for (long line = 0; line < share; line++, next += 16)                              \
                     _mm_prefetch((const char *)next, _MM_HINT_T1);                                 \
-                NAME##_tile(ROWS, p->x + i * p->ldx, p->ldx, w, ldw, p->k,                         \
+                NAME##_tile(ROWS, p->x + i * p->ldx, p->ldx, w, ldw, p->k, p->adds,                \
                             p->y + i * p->ldy + j, p->ldy);                                        \
             }                                                                                      \
             for (; i < p->m; i++)                                                                  \
-                NAME##_tile(1, p->x + i * p->ldx, p->ldx, w, ldw, p->k,                            \
+                NAME##_tile(1, p->x + i * p->ldx, p->ldx, w, ldw, p->k, p->adds,                   \
                             p->y + i * p->ldy + j, p->ldy);                                        \
         }                                                                                          \
+    }
+
+// Columns [from, to) of y by w[k,n]: weights of the slots of a cache times its values. Again each
+// value is a sum in one order, whatever the other rows and columns are.
+#define ALONG(NAME, TARGET, VECTOR, MM, LANES, ROWS)                                               \
+    __attribute__((target(TARGET), always_inline)) static inline void NAME##_piece(                \
+        int rows, const product *p, long i, long j, long q) {                                      \
+        const long ldx = p->ldx, ldw = p->ldw, k = p->k - q < IN_A_ROW ? p->k - q : IN_A_ROW;      \
+        in x = p->x + i * ldx + q, w = p->w + q * ldw + j;                                         \
+        VECTOR sums[ROWS][HEAD / LANES];                                                           \
+        UNROLL for (int r = 0; r < rows; r++)                                                      \
+            UNROLL for (int v = 0; v < HEAD / LANES; v++)                                          \
+                sums[r][v] = MM##_setzero_ps();                                                    \
+        for (long s = 0; s < k; s++) {                                                             \
+            VECTOR b[HEAD / LANES];                                                                \
+            UNROLL for (int v = 0; v < HEAD / LANES; v++)                                          \
+                b[v] = MM##_loadu_ps(w + s * ldw + v * LANES);                                     \
+            UNROLL for (int r = 0; r < rows; r++) {                                                \
+                VECTOR a = MM##_set1_ps(x[r * ldx + s]);                                           \
+                UNROLL for (int v = 0; v < HEAD / LANES; v++)                                      \
+                    sums[r][v] = MM##_fmadd_ps(a, b[v], sums[r][v]);                               \
+            }                                                                                      \
+        }                                                                                          \
+        UNROLL for (int r = 0; r < rows; r++)                                                      \
+            UNROLL for (int v = 0; v < HEAD / LANES; v++) {                                        \
+                float *y = p->y + (i + r) * p->ldy + j + v * LANES;                                \
+                MM##_storeu_ps(y, q ? MM##_add_ps(MM##_loadu_ps(y), sums[r][v]) : sums[r][v]);     \
+            }                                                                                      \
+    }                                                                                              \
+    __attribute__((target(TARGET))) static void NAME(const product *p, long from, long to) {       \
+        for (long j = from; j < to; j += HEAD)                                                     \
+            for (long q = 0; q < p->k; q += IN_A_ROW) {                                            \
+                long i = 0;                                                                        \
+                for (; i + ROWS <= p->m; i += ROWS) NAME##_piece(ROWS, p, i, j, q);                \
+                if (p->m - i == 3) NAME##_piece(3, p, i, j, q);                                    \
+                if (p->m - i == 2) NAME##_piece(2, p, i, j, q);                                    \
+                if (p->m - i == 1) NAME##_piece(1, p, i, j, q);                                    \
+            }                                                                                      \
     }
 
 #define AS_IT_IS(v) (v)
@@ -122,8 +172,8 @@ static in copy_rows(float *to, in from, long ld, long rows, long k) {
                   _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1)))
 KERNEL(avx2, "avx2,fma", __m256, _mm256, 8, 3, AS_IT_IS)
 KERNEL(avx512, "avx512f", __m512, _mm512, 16, 4, FOLDED)
-
-static void (*kernel)(const product *, long, long);
+ALONG(avx2_along, "avx2,fma", __m256, _mm256, 8, 3)
+ALONG(avx512_along, "avx512f", __m512, _mm512, 16, 4)
 
 // Helpers share a product with the caller, who never waits for one that has not begun: where other
 // processes keep the cores busy, the caller does all of it. Between the products of a step they
@@ -149,7 +199,7 @@ _Alignas(64) static float copy_of_x[MOST_ROWS * 16384];
 static void share_task(void) {
     long from, n = pool.task.n;
     while ((from = atomic_fetch_add(&pool.next, pool.chunk)) < n)
-        kernel(&pool.task, from, from + pool.chunk < n ? from + pool.chunk : n);
+        pool.task.multiply(&pool.task, from, from + pool.chunk < n ? from + pool.chunk : n);
 }
 
 static void *help(void *number) {
@@ -188,7 +238,7 @@ static void compute_together(const product *task, int helpers) {
     pool.wanted = helpers;
     pool.task = *task;
     long chunk = task->n / (CHUNKS * (helpers + 1));
-    pool.chunk = chunk < WIDEST ? WIDEST : chunk - chunk % COLUMNS;
+    pool.chunk = chunk < HEAD ? HEAD : chunk - chunk % HEAD;
     atomic_store(&pool.next, 0);
     atomic_fetch_add(&pool.round, 1);
     if (pool.sleeping) pthread_cond_broadcast(&pool.wake);
@@ -197,12 +247,15 @@ static void compute_together(const product *task, int helpers) {
     wait_for_helpers();
 }
 
-static bool few_rows(int m, int n, int k, in x, int ldx, in w, int ldw, float *y, int ldy) {
-    if (!kernel || m < 1 || m > MOST_ROWS || n < 1 || n % COLUMNS || k < 1 || k % WIDEST)
+static bool few_rows(int tb, int m, int n, int k, in x, int ldx, in w, int ldw, bool adds,
+                     float *y, int ldy) {
+    product task = {x, w, y, m, n, k, ldx, ldw, ldy, adds, tb == TRANSPOSED ? across : along};
+    if (!task.multiply || m < 1 || n < 1 || k < 1) return false;
+    if (tb == TRANSPOSED && (m > MOST_ROWS || n % COLUMNS || k % WIDEST)) return false;
+    if (tb == AS_STORED && (adds || m < 2 || m > MOST_QUERIES || n % HEAD || n > WIDEST_HEAD))
         return false;
-    product task = {x, w, y, m, n, k, ldx, ldw, ldy};
     if ((long)n * k < WORTH_SHARING || pthread_mutex_trylock(&pool.calling)) {
-        kernel(&task, 0, n);
+        task.multiply(&task, 0, n);
         return true;
     }
     if (m >= MANY_ROWS && (long)m * k <= (long)(sizeof copy_of_x / sizeof *copy_of_x)) {
@@ -213,7 +266,7 @@ static bool few_rows(int m, int n, int k, in x, int ldx, in w, int ldw, float *y
     if (threads > 1)
         compute_together(&task, threads - 1);
     else
-        kernel(&task, 0, n);
+        task.multiply(&task, 0, n);
     pthread_mutex_unlock(&pool.calling);
     return true;
 }
@@ -230,14 +283,16 @@ static void start_afresh(void) {
 __attribute__((constructor)) static void choose_kernel(void) {
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512f"))
-        kernel = avx512;
+        across = avx512, along = avx512_along;
     else if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-        kernel = avx2;
+        across = avx2, along = avx2_along;
     pthread_atfork(NULL, NULL, start_afresh);
 }
 #else
-static bool few_rows(int m, int n, int k, in x, int ldx, in w, int ldw, float *y, int ldy) {
-    (void)m, (void)n, (void)k, (void)x, (void)ldx, (void)w, (void)ldw, (void)y, (void)ldy;
+static bool few_rows(int tb, int m, int n, int k, in x, int ldx, in w, int ldw, bool adds,
+                     float *y, int ldy) {
+    (void)tb, (void)m, (void)n, (void)k, (void)x, (void)ldx, (void)w, (void)ldw, (void)adds;
+    (void)y, (void)ldy;
     return false;
 }
 #endif

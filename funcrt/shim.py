@@ -9,8 +9,9 @@ keeps the library's own symbols out of the global scope: SciPy's bundled copy ha
 *Products with few rows* (`shim.c`). OpenBLAS on x86-64 packs the whole matrix of weights for every
 product, which takes as long as multiplying 40 rows, and eight times as long as one. Up to 128 rows
 are therefore multiplied as they are by weights `[n, k]`, n a multiple of 4 and k of 16, where the
-machine has AVX2 or AVX-512; each row is bit for bit what it is alone. Other products with one row
-go to `cblas_sgemv`, which packs nothing.
+machine has AVX2 or AVX-512, and 2 to 8 rows, which queries of one token are that share a head, by
+`[k, n]`, values of up to 256 columns; each row is bit for bit what it is alone. Other products with
+one row go to `cblas_sgemv`, which packs nothing.
 """
 
 from __future__ import annotations

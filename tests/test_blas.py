@@ -68,13 +68,16 @@ def stored(array, trans, spare):  # as BLAS wants it, rows longer than needed
     wide = np.full((array.shape[0], array.shape[1] + spare), np.nan, np.float32)
     wide[:, : array.shape[1]] = array
     return wide
-def multiply(x, w, spare=0):  # x [m,k] by w [n,k], both with rows longer than needed
+def multiply(x, w, spare=0, trans=112, to=None):  # x [m,k] by w [n,k], or [k,n] if trans is 111
+    n = w.shape[0 if trans == 112 else 1]  # all with rows longer than needed
     X, W = stored(x, 111, spare), stored(w, 111, spare)
-    y = np.full((len(x), len(w) + spare), np.nan, np.float32)
-    gemm(101, 111, 112, len(x), len(w), x.shape[1], 1.0, X.ctypes.data, X.shape[1],
-         W.ctypes.data, W.shape[1], 0.0, y.ctypes.data, y.shape[1])
-    assert np.isnan(y[:, len(w):]).all()
-    return y[:, :len(w)]
+    y = np.full((len(x), n + spare), np.nan, np.float32)
+    if to is not None:
+        y[:, :n] = to
+    gemm(101, 111, trans, len(x), n, x.shape[1], 1.0, X.ctypes.data, X.shape[1],
+         W.ctypes.data, W.shape[1], float(to is not None), y.ctypes.data, y.shape[1])
+    assert np.isnan(y[:, n:]).all()
+    return y[:, :n]
 def draw(*shape):
     return rng.standard_normal(shape).astype(np.float32)
 """
@@ -119,6 +122,35 @@ child = os.fork()
 if child == 0:
     os._exit(not (multiply(x, w) == y).all())
 print(os.waitpid(child, 0)[1])
+"""
+
+# Values of heads: those that the shim multiplies, and some that go to the library. 600 slots are
+# summed in three pieces; 256 times 600 are shared with helpers.
+HEADS = """
+for m, n, k in itertools.product((1, 2, 3, 5, 7, 8, 9), (32, 64, 80, 256, 288), (1, 5, 256, 600)):
+    x, w = draw(m, k), draw(k, n)
+    want = x.astype(float) @ w.astype(float)
+    y = multiply(x, w, spare=4, trans=111)
+    np.testing.assert_allclose(y, want, rtol=0, atol=2e-6 * np.sqrt(k) * np.abs(want).max())
+for k in (64, 600):
+    x, w = draw(8, k), draw(k, 256)
+    y = multiply(x, w, trans=111)
+    rows = all((multiply(x[i:i + m], w, trans=111) == y[i:i + m]).all()
+               for m in range(2, 9) for i in range(9 - m))
+    columns = (multiply(x, np.ascontiguousarray(w[:, 64:96]), trans=111) == y[:, 64:96]).all()
+    print(rows, columns)
+"""
+
+# A product that is added to something is that product, added.
+ADDED = """
+for m in (1, 2, 4, 12, 40):
+    for trans, w in ((112, draw(1028, 576)), (112, draw(64, 64)), (111, draw(600, 64))):
+        x = draw(m, w.shape[1 if trans == 112 else 0])
+        to = draw(m, w.shape[0 if trans == 112 else 1])
+        product, found = multiply(x, w, 4, trans), multiply(x, w, 4, trans, to)
+        np.testing.assert_allclose(found, to + product, rtol=0, atol=1e-5 * np.abs(found).max())
+        if trans == 112:
+            assert (found == to + product).all(), (m, trans)
 """
 
 # Sums of ones; rows that lie on one another make 2**31 values of x out of 2**24.
@@ -182,6 +214,20 @@ def test_one_row_products_follow_every_form_of_sgemm() -> None:
 def test_few_rows_are_what_each_is_alone_whoever_calls(threads: str) -> None:
     found = run_ok(GEMM + FEW_ROWS, FUNCRT_BLAS="scipy", OPENBLAS_NUM_THREADS=threads)
     assert found.splitlines() == ["True", "[True, True, True]", "0"]
+
+
+@needs_compiler
+@needs_avx2
+@pytest.mark.parametrize("threads", ["1", "3"])
+def test_values_of_heads_are_summed_alike_for_all_rows(threads: str) -> None:
+    found = run_ok(GEMM + HEADS, FUNCRT_BLAS="scipy", OPENBLAS_NUM_THREADS=threads)
+    assert found.splitlines() == ["True True"] * 2
+
+
+@needs_compiler
+@needs_avx2
+def test_products_are_added_last() -> None:
+    run_ok(GEMM + ADDED, FUNCRT_BLAS="scipy")
 
 
 @needs_compiler
