@@ -25,7 +25,7 @@ class PreNorm(Part):
         return self._add(run, self.mlp_norm, self.mlp, self._add(run, self.mix_norm, self.mix, x))
 
     def _add(self, run: Run, norm: Part, part: Part, x: mx.array) -> mx.array:
-        if run.fuses and self.scale == 1.0 and part.takes_flat:
+        if run.flat and self.scale == 1.0 and part.takes_flat:
             return part.branch(run, norm, x)
         out = apply(run, part, apply(run, norm, x))
         return x + (out if self.scale == 1.0 else out * self.scale)

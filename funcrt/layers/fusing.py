@@ -1,4 +1,4 @@
-"""What comes before and after a product, done with it where one kernel can."""
+"""What comes before and after a product, done with it where one node can."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 from funcrt.layers.basic import Linear, RMSNorm, Stacked
 from funcrt.layers.part import Part, Run, apply
 from funcrt.low_rank import LORA_A
+from funcrt.machine import is_on_gpu
 from funcrt.ops import few_rows
 from funcrt.ops.heads import Waves
 
@@ -29,7 +30,12 @@ def normed_silu(run: Run, norm: Part, part: Part, x: mx.array) -> mx.array | Non
 def added(run: Run, part: Part, x: mx.array, to: mx.array) -> mx.array:
     """`to + part(x)`."""
     out = _multiply(run, part, x, residual=to)
-    return to + part(run, x) if out is None else out
+    if out is not None:
+        return out
+    weight = _plain_weight(run, part)
+    if weight is None or f"{_name_of(part)}.bias" in run.params or not _adds_at_once(x):
+        return to + part(run, x)
+    return mx.addmm(to, x, weight.astype(x.dtype).T)
 
 
 def normed_heads(
@@ -43,6 +49,11 @@ def normed_heads(
     if not few_rows.supports_heads(weight.shape[0] // (heads + 2 * kv_heads), waves):
         return None
     return few_rows.multiply_heads(x, weight, heads, kv_heads, waves, **more)
+
+
+def _adds_at_once(x: mx.array) -> bool:
+    """Whether a product by the BLAS that ends in a sum saves a node. It rounds as the two do."""
+    return not is_on_gpu() and x.dtype == mx.float32
 
 
 def _plain_weight(run: Run, part: Part) -> mx.array | None:

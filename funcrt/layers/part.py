@@ -119,7 +119,7 @@ class Part:
         raise NotImplementedError
 
     def branch(self, run: Run, norm: Part, x: mx.array) -> mx.array:
-        """`x + self(norm(x))` where `run.fuses`, which some parts do with fewer nodes."""
+        """`x + self(norm(x))` where `run.flat`, which some parts do with fewer nodes."""
         return x + self(run, apply(run, norm, x))
 
     @cached_property

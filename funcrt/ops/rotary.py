@@ -17,8 +17,8 @@ class Rotary(NamedTuple):
     Attributes:
         positions: int32 `[B]` (position of the first packed token) or `[B, T]`.
         periods: float32 `[R/2]`, positions per radian of each plane, shared by all rows; or None.
-        waves: cos and sin, float32 `[B, 1, T, R/2]`, where frequencies differ by row, or where MLX
-            has no kernel that makes them on the way: made once, not in every layer. Or None.
+        waves: what `_pair` gives, where frequencies differ by row, or where MLX has no kernel that
+            makes them on the way: made once, not in every layer. Or None.
         dims: R, how much of each head's width turns.
         interleaved: whether neighbours form the planes, not the two halves.
         factor: what is multiplied before it turns.
@@ -67,15 +67,13 @@ class Rotary(NamedTuple):
         )  # fmt: skip
 
     def _turn_by_waves(self, x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
-        cos, sin = cos.astype(x.dtype), sin.astype(x.dtype)
         part, rest = x[..., : self.dims], x[..., self.dims :]
-        if self.interleaved:
-            low, high = part[..., ::2], part[..., 1::2]
-            turned = mx.stack([low * cos - high * sin, high * cos + low * sin], axis=-1)
-            turned = turned.reshape(part.shape)
-        else:
-            low, high = mx.split(part, 2, axis=-1)
-            turned = mx.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+        sizes = (-1, 2) if self.interleaved else (2, self.dims // 2)
+        pairs = part.reshape(*part.shape[:-1], *sizes)
+        # A view backwards: to split and join again would be nodes that copy.
+        others = pairs[..., ::-1] if self.interleaved else pairs[..., ::-1, :]
+        turned = pairs * cos.astype(x.dtype) + others * sin.astype(x.dtype)
+        turned = turned.reshape(part.shape)
         return turned if not rest.shape[-1] else mx.concatenate([turned, rest], axis=-1)
 
 
@@ -118,13 +116,23 @@ def make_rotary(
 
 
 def _waves(rotary: Rotary, tokens: int) -> tuple[mx.array, mx.array]:
-    """What `mx.fast.rope` computes where it is no kernel, to the bit. Float32 `[B, 1, T, R/2]`."""
+    """Of what `mx.fast.rope` computes where it is no kernel, to the bit; see `_pair`."""
     assert rotary.periods is not None
     rates = 1.0 / rotary.periods
     if rotary.past is not None and rotary.long_periods is not None:
         rates = mx.where(rotary.past, 1.0 / rotary.long_periods, rates)  # [B,1,1,R/2]
-    angles = _each(rotary.positions, tokens) * rates
-    return mx.cos(angles), mx.sin(angles)
+    return _pair(_each(rotary.positions, tokens) * rates, rotary.interleaved)
+
+
+def _pair(angles: mx.array, interleaved: bool) -> tuple[mx.array, mx.array]:
+    """Cos, and sin with the sign that each half of a pair takes of the other, float32.
+
+    `[B, 1, T, R/2]` -> `[B, 1, T, 1, R/2]` and `[B, 1, T, 2, R/2]`; interleaved `[B, 1, T, R/2, 1]`
+    and `[B, 1, T, R/2, 2]`.
+    """
+    axis = -1 if interleaved else -2
+    cos, sin = (mx.expand_dims(f(angles), axis) for f in (mx.cos, mx.sin))
+    return cos, mx.concatenate([-sin, sin], axis=axis)
 
 
 def _each(positions: mx.array, tokens: int) -> mx.array:
@@ -196,17 +204,16 @@ def _yarn_ramp(rope: RopeConfig, dims: int) -> list[float]:
 def _dynamic_waves(
     rope: RopeConfig, dims: int, where: mx.array, total: mx.array, tokens: int
 ) -> tuple[mx.array, mx.array]:
-    """Cos and sin, float32 `[B, 1, T, R/2]`.
+    """What turns each row by a base that grows with its length past the original context.
 
-    The base grows with each row's length past the original context (NTK-aware).
+    That is NTK-aware; see `_pair`.
     """
     length = mx.maximum(total, rope.original_max_positions).astype(mx.float32)
     stretch = rope.factor * length / rope.original_max_positions - (rope.factor - 1)
     base = rope.theta * stretch ** (dims / (dims - 2))  # [B]
     exponent = mx.arange(0, dims, 2, dtype=mx.float32) / dims
     inverse = mx.exp(-mx.log(base)[:, None] * exponent)  # [B,R/2]
-    angles = _each(where, tokens) * inverse[:, None, None]
-    return mx.cos(angles), mx.sin(angles)
+    return _pair(_each(where, tokens) * inverse[:, None, None], rope.interleaved)
 
 
 def attention_factor(rope: RopeConfig) -> float:
