@@ -184,16 +184,34 @@ def ragged_plan(sizes: Sizes, batch: int) -> dict[str, list[int]]:
 
 
 def run_trace(sizes: Sizes, model: str, batch: int) -> Result:
-    """What the GPU does meanwhile, in a process of its own."""
+    """What the GPU does meanwhile."""
     lengths, plan = ragged_lengths(sizes, batch), ragged_plan(sizes, batch)
+    found = trace(sizes, model, plan, "--prompts", lengths)
+    return {"kind": "trace", "model": f"{model} bfloat16", "batch": batch, "plan": plan, **found}
+
+
+def run_steps_trace(sizes: Sizes) -> Result:
+    """What the GPU does in steps of one row that holds few tokens, and many."""
+    most = max(1000, steps.COUNT // sizes.divide)
+    plan = {"batch": [1], "tokens": [16], "capacity": [capacity(most + RAGGED_NEW)]}
+    found = trace(sizes, "1b", plan, "--steps", [steps.EARLY, most])
+    count = sizes.tokens(RAGGED_NEW)
+    return {"kind": "steps-trace", "model": "1b bfloat16", "plan": plan, "count": count,
+            "steps": found}  # fmt: skip
+
+
+def trace(
+    sizes: Sizes, model: str, plan: Mapping[str, list[int]], what: str, lengths: Sequence[int]
+) -> Result:
+    """`benchmarks.tracing` in a process of its own."""
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.tracing", sizes.source(model),
-         "--plan", json.dumps(plan), "--prompts", json.dumps(lengths),
+         "--plan", json.dumps(plan), what, json.dumps(lengths),
          "--new", str(sizes.tokens(RAGGED_NEW))],
         cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True,
     )  # fmt: skip
     found: Result = json.loads(done.stdout)
-    return {"kind": "trace", "model": f"{model} bfloat16", "batch": batch, "plan": plan, **found}
+    return found
 
 
 def shuffle(lengths: Sequence[int]) -> list[int]:
@@ -267,6 +285,7 @@ STEPS: Mapping[str, Callable[[Sizes], Result]] = {
     "families": run_families,
     "1b-trace": lambda s: run_trace(s, "1b", 16),
     "8b-trace": lambda s: run_trace(s, "8b", 16),
+    "steps-trace": run_steps_trace,
     "transformers": lambda s: run_sequence(s, "1b", "bfloat16", PROMPTS[:1], 3, [TORCH]),
     "transformers-8b": lambda s: run_sequence(s, "8b", "bfloat16", PROMPTS[:1], 3, [TORCH]),
 }

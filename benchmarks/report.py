@@ -126,6 +126,23 @@ def trace_table(result: Mapping[str, Any]) -> str:
     return table(("", "count", "ms", "share"), rows)
 
 
+def steps_trace_table(result: Mapping[str, Any]) -> str:
+    """The kernels of steps, us of a step, a column for each number of tokens that are held."""
+    steps, count = list(result["steps"].values()), result["count"]
+    found: dict[str, list[float]] = {
+        "a step, without the tracer": [each["step_ms"] for each in steps],
+        "of which any kernel runs": [each["busy_ms"] / count for each in steps],
+    }
+    for name in dict.fromkeys(name for each in steps for name in each["kernels"]):
+        times = [each["kernels"].get(name, {"ms": 0.0})["ms"] / count for each in steps]
+        if max(times) >= 0.005:
+            found[f"`{name}`"] = times
+    head = ("us a step", *(f"{length} tokens held" for length in result["steps"]))
+    return table(
+        head, [(name, *(f"{1000 * ms:.0f}" for ms in times)) for name, times in found.items()]
+    )
+
+
 def other_tables() -> Iterator[str]:
     """The tables of results that have no cases."""
     for name, place in (("cold", "CPU"), ("cuda-cold", "H200")):
@@ -151,6 +168,12 @@ def other_tables() -> Iterator[str]:
                 f"({link(name)}):\n\n"
                 f"{trace_table(result)}"
             )
+
+    if result := read("cuda-steps-trace"):
+        yield (
+            f"H200, {result['model']}, one row of {result['plan']['capacity'][0]} slots "
+            f"({link('cuda-steps-trace')}):\n\n{steps_trace_table(result)}"
+        )
 
 
 def link(name: str) -> str:

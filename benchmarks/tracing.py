@@ -1,10 +1,12 @@
 """What a CUDA GPU does while the engine serves ragged requests: its kernels, and its pauses.
 
-    python -m benchmarks.tracing llama-8b:bfloat16 --plan '{"batch": [...], ...}'
+    python -m benchmarks.tracing llama-8b:bfloat16 --plan '{"batch": [...], ...}' --prompts '[16]'
+    python -m benchmarks.tracing llama-1b:bfloat16 --plan ... --steps '[100, 8000]'
 
 torch's profiler listens to the driver and so sees MLX's kernels, too; nothing else of torch is
-used. Requests are served three times: to make all kernels, without the tracer, and with it.
-Prints JSON:
+used. Requests are served three times: to make all kernels, without the tracer, and with it. So are
+greedy steps of one row that begin where it holds so many tokens, of which there is one such result
+for each number, with `step_ms` and `traced_ms` instead of the first three. Prints JSON:
 
 | | |
 |---|---|
@@ -80,6 +82,52 @@ def trace(source: str, plan: Mapping[str, Sequence[int]], rounds: Any, new: int)
         "calls": steps,
         **summarize_events(events),
     }
+
+
+def trace_steps(
+    source: str, plan: Mapping[str, Sequence[int]], lengths: Sequence[int], count: int
+) -> dict[str, Any]:
+    """Decode steps of one row in the bucket of a plan, by how many tokens it holds.
+
+    Args:
+        source: of the weights, see `benchmarks.weights`.
+        plan: of one bucket.
+        lengths: tokens that are held at the first step, whatever they are.
+        count: steps.
+    """
+    import funcrt
+    from benchmarks import weights
+
+    import mlx.core as mx
+
+    compiled = weights.make_model(source).compiled(funcrt.BucketPlan(**plan))
+    active = mx.ones((1,), mx.bool_)
+
+    def decode(length: int) -> float:
+        state = compiled.init_cache(1, max(plan["capacity"]))
+        state["lengths"] = mx.full((1,), length, mx.int32)
+        token = mx.ones((1,), mx.int32)
+        mx.eval(state, token)
+        begin = time.perf_counter()
+        for _ in range(count):  # each begins before the token of the last one is waited for
+            sampled, state = compiled.decode_greedy(token, active, state)
+            mx.async_eval(sampled.tokens, state)
+            mx.eval(token)
+            token = sampled.tokens
+        mx.eval(token)
+        return time.perf_counter() - begin
+
+    found = {}
+    for length in lengths:
+        decode(length)
+        seconds = decode(length)
+        traced_seconds, events = listen(lambda at=length: decode(at))  # type: ignore[misc]
+        found[str(length)] = {
+            "step_ms": 1000 * seconds / count,
+            "traced_ms": None if traced_seconds is None else 1000 * traced_seconds / count,
+            **summarize_events(events),
+        }
+    return found
 
 
 def listen(serve: Callable[[], float]) -> tuple[float | None, list[Event]]:
@@ -177,15 +225,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
     parser.add_argument("source")
     parser.add_argument("--plan", type=json.loads, required=True, help="buckets as JSON")
-    parser.add_argument("--prompts", type=json.loads, required=True, help="lengths as JSON")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--prompts", type=json.loads, help="lengths as JSON")
+    what.add_argument("--steps", type=json.loads, help="tokens that a row holds, as JSON")
     parser.add_argument("--new", type=int, default=128, help="tokens of each")
     options = parser.parse_args()
-    from benchmarks.prompts import draw
-    from benchmarks.weights import SHAPES
+    if options.steps:
+        found = trace_steps(options.source, options.plan, options.steps, options.new)
+    else:
+        from benchmarks.prompts import draw
+        from benchmarks.weights import SHAPES
 
-    vocab = int(SHAPES[options.source.partition(":")[0]]["vocab_size"])
-    rounds = draw(options.prompts, 3, vocab)
-    print(json.dumps(trace(options.source, options.plan, rounds, options.new)))
+        vocab = int(SHAPES[options.source.partition(":")[0]]["vocab_size"])
+        rounds = draw(options.prompts, 3, vocab)
+        found = trace(options.source, options.plan, rounds, options.new)
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
