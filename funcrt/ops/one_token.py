@@ -2,11 +2,11 @@
 
 MLX's own attention with a mask goes through cuDNN there: 15 to 20 us of the host's time a call, and
 every slot of the cache is read. This kernel takes 4 us, and its work grows with what is held.
-A block has some query heads of one key head, over one share of the slots; a second kernel puts the
-shares of long caches together. (Clusters of blocks would do without it, but MLX's CUDA graphs are
-updated wrongly where only some kernels have them.) 8 values make a load of 16 bytes, D / 8 lanes a
-slot; each such group of lanes goes through slots of its own, and keeps its own softmax
-(arXiv:1805.02867) until all are put together.
+A block has the query heads of one key head, up to eight, over one share of the slots; a second
+kernel puts the shares of long caches together. (Clusters of blocks would do without it, but MLX's
+CUDA graphs are updated wrongly where only some kernels have them.) Each warp looks at 16 slots at a
+time, multiplies by tensor cores, and keeps a softmax of its own (arXiv:1805.02867) until all are
+put together. Weights are multiplied in two parts of 16 bits, so that they lose next to nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from funcrt.ops.one_token_source import (
     POWER,
     SHARE,
     SOURCE,
+    TYPES,
     UNPACK,
     WHOLE,
 )
@@ -30,15 +31,14 @@ from funcrt.ops.one_token_source import (
 import mlx.core as mx
 
 _WIDTHS = (64, 128, 256)
-_MOST_HEADS = 8  # of a block: what they add up is in registers
-# Warps of a block: as many as wait for the memory together, while there are registers for them.
-_WARPS, _WARPS_OF_MANY_HEADS = 16, 8
-_SHARED = 8192  # float32 values of shared memory
-# Turns of a block's loop, each of which waits 1.5 us for the memory. Shares cost a second kernel,
-# and of many rows more than they bring: 2304 slots of 128 take 60 us whole and 34 in four shares,
-# 59 and 75 where 16 rows are decoded together. A row must be split alike in both.
+_MOST_HEADS = 8  # of a block, half the rows that a tensor core multiplies
+_VALUES = 1024  # D times warps of a block: what a warp adds up is in registers
+_SLOTS = 16  # that a warp looks at together
+# Turns of a block's loop, 1 us each. Shares cost a second kernel, and of many rows more than they
+# bring: 2304 slots of 128 take about 22 us whole and 14 in four shares, 39 and 49 where 16 rows are
+# decoded together. A row must be split alike in both.
 _FEWEST_TURNS, _TURNS_OF_SHARE = 12, 4
-_BLOCKS = 264  # of a row: two for each multiprocessor of an H100 or H200
+_BLOCKS = 132  # of a row: one for each multiprocessor of an H100 or H200
 
 
 class Held(NamedTuple):
@@ -61,7 +61,6 @@ def supports(q: mx.array, keys: mx.array, values: mx.array) -> bool:
     """Whether the kernel is for these shapes and dtypes."""
     return (
         q.shape[2] == 1
-        and _choose_heads(q.shape[1] // keys.shape[1]) <= _MOST_HEADS
         and q.shape[3] in _WIDTHS
         and values.shape == keys.shape
         and q.dtype in (mx.bfloat16, mx.float16)
@@ -93,15 +92,16 @@ def attend(
     each, shares = constants["G"], constants["SHARES"]
     blocks, threads = heads // each, 32 * constants["WARPS"]
     inputs = [q, keys, values, *(shown if isinstance(shown, Held) else (shown,))]
-    source = SOURCE
+    source = HEADER + SOURCE
     shown_by = COUNTED if isinstance(shown, Held) else MASKED
-    for word, piece in {**shown_by, **(WHOLE if shares == 1 else SHARE)}.items():
+    by_type = {"UNPACK": UNPACK[q.dtype], "TYPE": TYPES[q.dtype]}
+    for word, piece in {**shown_by, **(WHOLE if shares == 1 else SHARE), **by_type}.items():
         source = source.replace(word, piece)
     out = (q.shape, q.dtype)
     part = (batch, blocks, shares, each)
     found = kernels.run(
         "attend" if shares == 1 else "attend_share",
-        POWER + HEADER.replace("UNPACK", UNPACK[q.dtype]) + source,
+        POWER + source,
         {"T": q.dtype, **constants},
         inputs,
         [keys.shape[2], scale * math.log2(math.e)],
@@ -121,26 +121,12 @@ def attend(
 def _choose_shape(heads: int, keys: mx.array) -> dict[str, int]:
     """Constants of the kernel, whatever the batch is: a row is bit for bit what it is alone."""
     _, groups, capacity, width = keys.shape
-    each = _choose_heads(heads // groups)
-    blocks = heads // each
-    warps = _WARPS if each <= 2 else _WARPS_OF_MANY_HEADS
-    warps = min(warps, _SHARED // (each * width))
-    turns = capacity // (warps * 256 // width * _ahead(each))
+    together = heads // groups
+    each = max(n for n in range(1, _MOST_HEADS + 1) if together % n == 0)
+    warps, blocks = _VALUES // width, heads // each
+    turns = capacity // (warps * _SLOTS)
     most = _BLOCKS // blocks if turns >= _FEWEST_TURNS else 1
     return {
-        "D": width, "G": each, "WARPS": warps, "AHEAD": _ahead(each),
-        "SPLIT": blocks // groups, "SHARES": max(1, min(most, turns // _TURNS_OF_SHARE)),
+        "D": width, "G": each, "WARPS": warps, "SPLIT": together // each,
+        "SHARES": max(1, min(most, turns // _TURNS_OF_SHARE)),
     }  # fmt: skip
-
-
-def _choose_heads(together: int) -> int:
-    """Query heads of a block, of those that share a key head: two blocks find a key in the cache.
-
-    With more of them than two there are registers for few threads, which then wait for memory.
-    """
-    return together if together % 2 else 2
-
-
-def _ahead(each: int) -> int:
-    """Slots that a group of lanes has in flight; of many heads there are too few registers."""
-    return 2 if each > 4 else 4

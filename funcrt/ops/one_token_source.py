@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+TYPES = {mx.bfloat16: "bf16", mx.float16: "f16"}
 UNPACK = {
     mx.bfloat16: """
-  x[2 * i] = __uint_as_float(word << 16);
-  x[2 * i + 1] = __uint_as_float(word & 0xffff0000u);
+  low = __uint_as_float(word << 16);
+  high = __uint_as_float(word & 0xffff0000u);
 """,
     mx.float16: """
   asm("{ .reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }"
-      : "=f"(x[2 * i]), "=f"(x[2 * i + 1]) : "r"(word));
+      : "=f"(low), "=f"(high) : "r"(word));
 """,
 }
 POWER = """
@@ -22,21 +23,31 @@ __device__ float power(float x) {  // 2 to the x: of `exp2f` without what it doe
 }
 """
 HEADER = """
-__device__ void unpack(uint4 v, float* x) {
-  const unsigned words[] = {v.x, v.y, v.z, v.w};
-  #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const unsigned word = words[i];
-    UNPACK
-  }
+__device__ void unpack(unsigned word, float& low, float& high) {
+  UNPACK
+}
+__device__ unsigned pack(float low, float high) {
+  unsigned word;
+  asm("cvt.rn.TYPEx2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  return word;
+}
+__device__ void multiply(float* c, unsigned a0, unsigned a1, unsigned a2, unsigned a3, uint2 b) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.TYPE.TYPE.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b.x), "r"(b.y));
 }
 """
+# Lane 4 g + t of a warp has head g, and of 16 slots as keys two, g and 8 + g, as values four: 2 t,
+# 2 t + 1, 8 + 2 t and 9 + 2 t. Which of the D elements tensor cores call the first is the same to a
+# sum, and of the outputs a matter of where they are written: so lanes take 8 that lie side by side.
 SOURCE = """
-extern "C" __global__ void NAME(INPUTS, OUTPUTS, int capacity, int scaling) {
+extern "C" __global__ void __launch_bounds__(WARPS * 32)
+NAME(INPUTS, OUTPUTS, int capacity, int scaling) {
   const float scale = __int_as_float(scaling);  // of scores, times log2(e)
-  constexpr int LANES = D / 8;
-  constexpr int TOGETHER = 32 / LANES;        // slots that a warp looks at together
-  constexpr int STEP = WARPS * TOGETHER;      // ... and a block
+  constexpr int TOGETHER = 16;                  // slots that a warp looks at together
+  constexpr int STEP = WARPS * TOGETHER;        // ... and a block
+  constexpr bool EARLY = D <= 128;              // there are registers for what comes next
   constexpr unsigned ALL = 0xffffffffu;
   constexpr float NOTHING = -1e30f;
   __shared__ float sums[WARPS][G][D];
@@ -44,105 +55,128 @@ extern "C" __global__ void NAME(INPUTS, OUTPUTS, int capacity, int scaling) {
   __shared__ float totals[WARPS][G];
 
   const int head = blockIdx.x, row = blockIdx.y, share = blockIdx.z;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int column = lane % LANES * 8, group = lane / LANES;
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const int key_head = head / SPLIT;
   BEGIN
-  const int size = (slots + SHARES - 1) / SHARES;
+  const int size = (slots + SHARES * TOGETHER - 1) / (SHARES * TOGETHER) * TOGETHER;
   const int begin = share * size, end = min(slots, begin + size);
 
-  const T* q_at = q + (row * gridDim.x + head) * G * D + column;
-  float query[G][8], sum[G][8], best[G], total[G];
+  uint4 query[D / 32];
+  float sum[D / 64][8][4], best = NOTHING, total = 0.0f;
   #pragma unroll
-  for (int g = 0; g < G; ++g) {
-    best[g] = NOTHING;
-    total[g] = 0.0f;
-    unpack(*reinterpret_cast<const uint4*>(q_at + g * D), query[g]);
-    #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      query[g][i] *= scale;
-      sum[g][i] = 0.0f;
-    }
+  for (int c = 0; c < D / 32; ++c) {
+    const T* at = q + ((row * gridDim.x + head) * G + g) * D + c * 32 + t * 8;
+    query[c] = g < G ? *reinterpret_cast<const uint4*>(at) : make_uint4(0, 0, 0, 0);
   }
+  #pragma unroll
+  for (int n = 0; n < D / 64 * 32; ++n) sum[n / 32][n / 4 % 8][n % 4] = 0.0f;
   const long long line = (long long)(row * (gridDim.x / SPLIT) + key_head) * capacity + first;
-  const T* k_at = keys + line * D + column;
-  const T* v_at = values + line * D + column;
+  const T* k_at = keys + line * D + t * 8;
+  const T* v_at = values + line * D + g * 8;
 
-  for (int base = begin + warp * TOGETHER + group; base - group < end; base += STEP * AHEAD) {
-    bool shows[AHEAD];
-    bool any = false;
+  uint4 k[2][D / 32], v[4][D / 64];
+  bool shows[4];
+  auto fetch = [&](int base) {
     #pragma unroll
-    for (int a = 0; a < AHEAD; ++a) {
-      const int slot = base + a * STEP;
-      shows[a] = slot < end && SHOWN;
-      any = any || shows[a];
-    }
-    if (!__any_sync(ALL, any)) continue;
-    uint4 k[AHEAD], v[AHEAD];
-    #pragma unroll
-    for (int a = 0; a < AHEAD; ++a) {
-      k[a] = v[a] = make_uint4(0, 0, 0, 0);
-      if (shows[a]) {
-        const long long slot = base + a * STEP;
-        k[a] = *reinterpret_cast<const uint4*>(k_at + slot * D);
-        v[a] = *reinterpret_cast<const uint4*>(v_at + slot * D);
+    for (int i = 0; i < 4; ++i) {
+      const int slot = base + i / 2 * 8 + 2 * t + i % 2;
+      shows[i] = slot < end && SHOWN;
+      #pragma unroll
+      for (int c = 0; c < D / 64; ++c) {
+        v[i][c] = make_uint4(0, 0, 0, 0);
+        if (shows[i])
+          v[i][c] = *reinterpret_cast<const uint4*>(v_at + (long long)slot * D + c * 64);
       }
     }
-    float score[AHEAD][G];
     #pragma unroll
-    for (int a = 0; a < AHEAD; ++a) {
-      float x[8];
-      unpack(k[a], x);
+    for (int i = 0; i < 2; ++i) {
+      const int slot = base + i * 8 + g;
       #pragma unroll
-      for (int g = 0; g < G; ++g) {
-        float dot = 0.0f;
-        #pragma unroll
-        for (int i = 0; i < 8; ++i) dot += query[g][i] * x[i];
-        #pragma unroll
-        for (int o = 1; o < LANES; o *= 2) dot += __shfl_xor_sync(ALL, dot, o);
-        score[a][g] = shows[a] ? dot : NOTHING;
+      for (int c = 0; c < D / 32; ++c) {
+        k[i][c] = make_uint4(0, 0, 0, 0);
+        if (slot < end)
+          k[i][c] = *reinterpret_cast<const uint4*>(k_at + (long long)slot * D + c * 32);
       }
     }
-    float x[AHEAD][8];
+  };
+  int base = begin + warp * TOGETHER;
+  if (EARLY) fetch(base);
+  for (; base < end; base += STEP) {
+    if (!EARLY) fetch(base);
+    float score[4];
     #pragma unroll
-    for (int a = 0; a < AHEAD; ++a) unpack(v[a], x[a]);
+    for (int i = 0; i < 2; ++i) {
+      float c4[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+      #pragma unroll
+      for (int c = 0; c < D / 32; ++c) {
+        multiply(c4, query[c].x, 0, query[c].y, 0, make_uint2(k[i][c].x, k[i][c].y));
+        multiply(c4, query[c].z, 0, query[c].w, 0, make_uint2(k[i][c].z, k[i][c].w));
+      }
+      score[2 * i] = c4[0] * scale;
+      score[2 * i + 1] = c4[1] * scale;
+    }
+    uint4 value[4][D / 64];
+    bool counts[4];
+    float top = best;
     #pragma unroll
-    for (int g = 0; g < G; ++g) {
-      float top = best[g];
+    for (int i = 0; i < 4; ++i) {
+      counts[i] = shows[i];
+      if (counts[i]) top = fmaxf(top, score[i]);
       #pragma unroll
-      for (int a = 0; a < AHEAD; ++a) top = fmaxf(top, score[a][g]);
-      const float old = power(best[g] - top);
-      best[g] = top;
-      total[g] *= old;
+      for (int c = 0; c < D / 64; ++c) value[i][c] = v[i][c];
+    }
+    if (EARLY) fetch(base + STEP);
+    top = fmaxf(top, __shfl_xor_sync(ALL, top, 1));
+    top = fmaxf(top, __shfl_xor_sync(ALL, top, 2));
+    const float old = power(best - top);
+    best = top;
+    total *= old;
+    // What 16 bits leave of a weight stands in rows of its own.
+    unsigned weight[2], rest[2];
+    #pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+      const float low = counts[i] ? power(score[i] - top) : 0.0f;
+      const float high = counts[i + 1] ? power(score[i + 1] - top) : 0.0f;
+      float x, y;
+      total += low + high;
+      weight[i / 2] = pack(low, high);
+      unpack(weight[i / 2], x, y);
+      rest[i / 2] = pack(low - x, high - y);
+    }
+    #pragma unroll
+    for (int c = 0; c < D / 64; ++c) {
+      unsigned words[4][4];
       #pragma unroll
-      for (int i = 0; i < 8; ++i) sum[g][i] *= old;
+      for (int i = 0; i < 4; ++i) {
+        words[i][0] = value[i][c].x;
+        words[i][1] = value[i][c].y;
+        words[i][2] = value[i][c].z;
+        words[i][3] = value[i][c].w;
+      }
       #pragma unroll
-      for (int a = 0; a < AHEAD; ++a) {
-        const float weight = shows[a] ? power(score[a][g] - top) : 0.0f;
-        total[g] += weight;
+      for (int j = 0; j < 8; ++j) {
+        const int half = j % 2 ? 0x7632 : 0x5410;
         #pragma unroll
-        for (int i = 0; i < 8; ++i) sum[g][i] += weight * x[a][i];
+        for (int i = 0; i < 4; ++i) sum[c][j][i] *= old;
+        multiply(sum[c][j], weight[0], rest[0], weight[1], rest[1],
+                 make_uint2(__byte_perm(words[0][j / 2], words[1][j / 2], half),
+                            __byte_perm(words[2][j / 2], words[3][j / 2], half)));
       }
     }
   }
 
-  #pragma unroll
-  for (int g = 0; g < G; ++g) {
+  total += __shfl_xor_sync(ALL, total, 1);
+  total += __shfl_xor_sync(ALL, total, 2);
+  if (g < G) {
     #pragma unroll
-    for (int o = LANES; o < 32; o *= 2) {
-      const float other = __shfl_xor_sync(ALL, best[g], o);
-      const float top = fmaxf(best[g], other);
-      const float mine = power(best[g] - top), its = power(other - top);
-      best[g] = top;
-      total[g] = total[g] * mine + __shfl_xor_sync(ALL, total[g], o) * its;
-      #pragma unroll
-      for (int i = 0; i < 8; ++i)
-        sum[g][i] = sum[g][i] * mine + __shfl_xor_sync(ALL, sum[g][i], o) * its;
+    for (int n = 0; n < D / 64 * 16; ++n) {
+      const float* s = sum[n / 16][n % 8];
+      const int which = n / 8 % 2;
+      sums[warp][g][n / 16 * 64 + t * 16 + n % 16] = s[which] + s[which + 2];
     }
-    if (group == 0) {
-      for (int i = 0; i < 8; ++i) sums[warp][g][column + i] = sum[g][i];
-      bests[warp][g] = best[g];
-      totals[warp][g] = total[g];
+    if (t == 0) {
+      bests[warp][g] = best;
+      totals[warp][g] = total;
     }
   }
   __syncthreads();
