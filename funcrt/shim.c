@@ -250,10 +250,11 @@ static void compute_together(const product *task, int helpers) {
 static bool few_rows(int tb, int m, int n, int k, in x, int ldx, in w, int ldw, bool adds,
                      float *y, int ldy) {
     product task = {x, w, y, m, n, k, ldx, ldw, ldy, adds, tb == TRANSPOSED ? across : along};
-    if (!task.multiply || m < 1 || n < 1 || k < 1) return false;
-    if (tb == TRANSPOSED && (m > MOST_ROWS || n % COLUMNS || k % WIDEST)) return false;
-    if (tb == AS_STORED && (adds || m < 2 || m > MOST_QUERIES || n % HEAD || n > WIDEST_HEAD))
-        return false;
+    const bool one = tb == TRANSPOSED && m >= 1 && m <= MOST_ROWS && n % COLUMNS == 0 &&
+                     k % WIDEST == 0;
+    const bool other = tb == AS_STORED && m >= 2 && m <= MOST_QUERIES && n % HEAD == 0 &&
+                       n <= WIDEST_HEAD && !adds;
+    if (!task.multiply || n < 1 || k < 1 || !(one || other)) return false;
     if ((long)n * k < WORTH_SHARING || pthread_mutex_trylock(&pool.calling)) {
         task.multiply(&task, 0, n);
         return true;
