@@ -9,6 +9,7 @@ from typing import Any
 from weakref import WeakSet
 
 from funcrt.buckets import Bucket
+from funcrt.cache import CacheState
 from funcrt.compiled import Compiled
 from funcrt.engine.calls import Call, find_tops, read_choices
 from funcrt.engine.controls import Controls, is_greedy
@@ -31,7 +32,9 @@ class Decoding:
     Args:
         compiled: the step functions.
         running: the batch.
-        ahead: begin each step before the one before it is read.
+        ahead: begin each step before the one before it is read. Where the device is the host, that
+            would only keep tokens from their readers: there the graph of each step is built
+            meanwhile, and dropped if another one is needed.
     """
 
     def __init__(self, compiled: Compiled, running: Rows, ahead: bool) -> None:
@@ -41,6 +44,7 @@ class Decoding:
         self._controls = Controls(compiled.vocab_size)
         self._sizes = STEPS["verify"].choose_sizes(compiled.plan.tokens)
         self._flight: Flight | None = None
+        self._built: tuple[Flight, CacheState] | None = None  # with the state that it will make
         self._marks: tuple[bool, ...] = ()
         self._active = mx.array(False)
         self._asked: WeakSet[Request] = WeakSet()  # for guesses, at the last question
@@ -54,13 +58,16 @@ class Decoding:
         if flight is None:
             guesses = self._ask()
             if guesses:
+                self.drop_built()
                 call = self._verify(guesses)
                 call.seconds = time.perf_counter() - begin
                 return call
-            flight = self._launch(None)
+            flight = self._launch_built() or self._launch(None)
             assert flight is not None
             self._schedule(flight, None)
         ahead = self._launch(flight) if self._ahead else None
+        if not self._ahead:
+            self._build_next(flight)
         if ahead is not None and self._unasked:
             self._let_pass(self._texts())
         self._schedule(ahead, flight)
@@ -71,8 +78,13 @@ class Decoding:
         call.seconds = time.perf_counter() - begin
         return call
 
+    def drop_built(self) -> None:
+        """Let go of the step that was built, and so of the state that it would have replaced."""
+        self._built = None
+
     def forget(self) -> None:
         """Let go of the requests of the last call, and of the step that was begun for them."""
+        self.drop_built()
         self._controls.forget()
         if self._flight is not None:
             with contextlib.suppress(Exception):  # nobody needs it
@@ -81,30 +93,66 @@ class Decoding:
 
     def _launch(self, before: Flight | None) -> Flight | None:
         """The next step; None if it cannot be known before the one `before` it is read."""
-        running = self._running
-        flying = set() if before is None else set(before.rows.values())
-        rows = {
-            row: request
-            for row, request in running.seated.items()
-            if request.remaining > (request in flying)
-        }
-        if not rows or (before is not None and not self._can_follow(before, rows)):
+        running, rows = self._running, self._find_rows(before)
+        if not rows:
             return None
         takers = set(rows.values())
         running.fit(*_needs(takers))  # only those: whoever is about to end leaves its row
         rows = {row: request for row, request in running.seated.items() if request in takers}
+        return self._depart(*self._build(rows, before, running.take()))
+
+    def _build_next(self, before: Flight) -> None:
+        """Build the step after the one `before` it, if everybody stays in place for it."""
+        running, rows = self._running, self._find_rows(before)
+        if rows and rows == running.seated and not self._texts():
+            assert running.state is not None
+            self._built = self._build(rows, before, running.state)
+
+    def _launch_built(self) -> Flight | None:
+        """That step, unless the batch is another one by now."""
+        running, built = self._running, self._built
+        self._built = None
+        if built is None or built[0].rows != running.seated:
+            return None
+        needs = _needs(running.seated.values())
+        if not running.holds(*needs):
+            return None
+        running.fit(*needs)
+        running.take()  # so that nothing but the step holds it
+        return self._depart(*built)
+
+    def _find_rows(self, before: Flight | None) -> dict[int, Request]:
+        """Who gets a token in the next step; nobody if that needs more than is known."""
+        flying = set() if before is None else set(before.rows.values())
+        rows = {
+            row: request
+            for row, request in self._running.seated.items()
+            if request.remaining > (request in flying)
+        }
+        return rows if before is None or (rows and self._can_follow(before, rows)) else {}
+
+    def _build(
+        self, rows: dict[int, Request], before: Flight | None, state: CacheState
+    ) -> tuple[Flight, CacheState]:
+        """A step, and the state that it makes of `state`."""
+        running, settings = self._running, self._settings(rows)
         token, active = self._make_tokens(rows, before), self._mark(rows)
-        settings, state = self._settings(rows), running.take()
         if settings is None:
-            sampled, running.state = self._compiled.decode_greedy(token, active, state)
+            sampled, state = self._compiled.decode_greedy(token, active, state)
         else:
-            sampled, running.state = self._compiled.decode(token, active, settings, state)
-        self._controls.advance(sampled.history)
-        for request in rows.values():
+            sampled, state = self._compiled.decode(token, active, settings, state)
+        tops = find_tops(self._compiled, sampled, rows.values())
+        bucket = Bucket(running.batch, 1, running.capacity)
+        return Flight(bucket, rows, sampled, tops), state
+
+    def _depart(self, flight: Flight, state: CacheState) -> Flight:
+        """A step is on its way: its rows hold one token more."""
+        self._running.state = state
+        self._controls.advance(flight.sampled.history)
+        for request in flight.rows.values():
             request.cached += 1
             request.written = max(request.written, request.cached)
-        tops = find_tops(self._compiled, sampled, rows.values())
-        return Flight(Bucket(running.batch, 1, running.capacity), rows, sampled, tops)
+        return flight
 
     def _schedule(self, flight: Flight | None, before: Flight | None) -> None:
         """Schedule a step behind the one before it, and wait for that one."""

@@ -40,8 +40,7 @@ class Scheduler:
     def __init__(
         self, compiled: Compiled, admission: Admission, on_step: OnStep | None = None
     ) -> None:
-        # A GPU works on its own. On a CPU scheduling is most of the work, so a step that was begun
-        # early would only keep the tokens of the one before it from their readers.
+        # A GPU works on its own. On a CPU scheduling is most of the work.
         self._ahead = is_on_gpu()
         self._compiled = compiled
         self._admission = admission
@@ -191,6 +190,7 @@ class Scheduler:
         if not seated:
             self._running.adopt(state, seats)
             return
+        self._decoding.drop_built()
         longest = max(request.cached for request in [*seated, *joining.values()])
         self._running.fit(len(seated) + len(joining), longest)
         self._running.join(state, joining)
@@ -262,6 +262,7 @@ class Scheduler:
         if not requests:
             return
         assert self._running.state is not None
+        self._decoding.drop_built()
         # Rows may have moved since the step was begun that these end with.
         rows = {self._running.requests.index(request): request for request in requests}
         self._running.let_read(self._prefixes.keep(rows, self._running.state))

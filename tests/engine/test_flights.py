@@ -102,6 +102,61 @@ def test_nothing_is_begun_early_on_a_cpu() -> None:
     check_completion("full", [1, 2, 3], {"max_tokens": 4, "logit_bias": ENDLESS}, handle.result(0))
 
 
+def counted_builds(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The step before each one that is built, None where nothing is under way."""
+    built: list[Any] = []
+    build = Decoding._build
+
+    def watch(self: Decoding, rows: Any, before: Any, state: Any) -> Any:
+        built.append(before)
+        return build(self, rows, before, state)
+
+    monkeypatch.setattr(Decoding, "_build", watch)
+    return built
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 1.0}, {"repetition_penalty": 1.5}], ids=str
+)
+def test_steps_are_built_while_others_run_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Once each, and with what comes out of the step before."""
+    built = counted_builds(monkeypatch)
+    engine = DirectEngine(subject("full"), ahead=False)
+    options = {"max_tokens": 6, "logit_bias": ENDLESS, **options}
+    handle = engine.submit([1, 2, 3], **options)
+    while engine.busy:
+        engine.round()
+        engine.check()
+    assert [before is None for before in built] == [True, False, False, False, False]
+    check_completion("full", [1, 2, 3], options, handle.result(0))
+    assert engine.scheduler._decoding._built is None
+
+
+def test_a_built_step_is_dropped_where_rows_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody joins, somebody leaves, somebody ends with a token that nobody knew."""
+    built = counted_builds(monkeypatch)
+    engine = DirectEngine(subject("full"), ahead=False)
+    endless = {"max_tokens": 12, "logit_bias": ENDLESS}
+    first = engine.submit([1, 2, 3], **endless)
+    engine.round()
+    engine.round()
+    assert engine.scheduler._decoding._built is not None
+    second = engine.submit([9, 8], **endless)
+    engine.round()  # it joins before the step that would have been without it
+    assert [before is None for before in built[-2:]] == [True, False]
+    third = engine.submit([4, 4, 2], max_tokens=12, logit_bias={**ENDLESS, 17: 1e9})
+    engine.round()
+    second.cancel()
+    while engine.busy:
+        engine.round()
+        engine.check()
+    assert third.result(0).tokens == [17]
+    check_completion("full", [1, 2, 3], endless, first.result(0))
+    assert engine.scheduler._decoding._built is None
+
+
 @pytest.mark.parametrize("kind", ["full", "ring", "kv8", "toy_recurrent"])
 def test_the_step_begun_behind_the_end_of_a_text_is_dropped(kind):
     """Nobody is given its token, nobody counts it, and whoever sits there next never sees it."""
