@@ -37,7 +37,7 @@ FOUR_BIT = "mlx-lm-4bit"
 Plan = dict[str, list[int]]
 WARM_TOKENS = 39
 # (prompt tokens, new tokens, rounds, plan)
-SHORT = [(39, 32, 3, Plan(batch=[1], tokens=[40], capacity=[128]))]
+SHORT = [(39, 32, 5, Plan(batch=[1], tokens=[40], capacity=[128]))]
 LONG = [
     (128, 256, 2, Plan(batch=[1], tokens=[128], capacity=[512])),
     (2048, 256, 1, Plan(batch=[1], tokens=[512], capacity=[2560])),
