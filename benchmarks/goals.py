@@ -90,11 +90,11 @@ GOALS = [
     _cpu(
         "SmolLM2, one sequence (stretch): share of the read bandwidth", 70,
         share(sequence.OURS, "read"), "sequence", unit="%",
-        note="A loop of nothing but the products reads weights at nine tenths of the bandwidth and "
-        "would reach the goal. Beside them MLX's host keeps a core busy for 4 to 6 ms of each "
-        "step, 4 to 5 us for each of a thousand nodes, a quarter of it in malloc: with two cores "
-        "that is time which the products do not have. On a machine that reads at 20 GB/s instead "
-        "of 50 it was 72 %.",
+        note="Products take seven tenths of a step (profile.json); a loop of them in C reads the "
+        "weights at nine tenths of the bandwidth. Beside them MLX's host keeps a core busy for 4 "
+        "to 6 ms of each step, 4 to 5 us for each of a thousand nodes, a quarter of it in malloc: "
+        "with two cores that is time which the products do not have. On a machine that reads at "
+        "20 GB/s instead of 50 it was 72 %.",
     ),
     _cpu(
         "SmolLM2 against mlx-lm float32 with the same BLAS: decode", 1.2,
