@@ -73,16 +73,17 @@ class Schedule:
         plan: buckets.
         share: memory to spare; None has plenty.
         seen: counts what happens.
+        ahead: as on a GPU, or as on a CPU.
     """
 
     def __init__(
-        self, kind: str, plan: BucketPlan, share: float | None, seen: Counter[str]
+        self, kind: str, plan: BucketPlan, share: float | None, seen: Counter[str], ahead: bool
     ) -> None:
         chosen = subject(kind)
         least = least_budget(kind, plan, guesses=plan.tokens != (1,))  # for the longest text alone
         budget = None if share is None else int(share * least)
         self.kind, self.plan, self.seen = kind, plan, seen
-        self.engine = DirectEngine(chosen, plan, memory_budget=budget)
+        self.engine = DirectEngine(chosen, plan, memory_budget=budget, ahead=ahead)
         self.is_tight = budget is not None
         self.asked: list[tuple[Handle, list[int], dict[str, Any]]] = []
 
@@ -183,9 +184,9 @@ class Machine(RuleBasedStateMachine):
 
     kind: str
 
-    @initialize(share=st.sampled_from(SHARES))
-    def begin(self, share: float | None) -> None:
-        self.schedule = Schedule(self.kind, PLAN, share, Counter())
+    @initialize(share=st.sampled_from(SHARES), ahead=st.booleans())
+    def begin(self, share: float | None, ahead: bool) -> None:
+        self.schedule = Schedule(self.kind, PLAN, share, Counter(), ahead)
 
     @rule(wishes=st.lists(st.tuples(prompts, options), min_size=1, max_size=4))
     def submit(self, wishes: list[Wish]) -> None:
@@ -245,7 +246,7 @@ def walk(kind: str, walks: int, plan: BucketPlan = PLAN) -> Counter[str]:
     seen: Counter[str] = Counter()
     for seed in range(walks):
         chosen = random.Random(seed)
-        schedule = Schedule(kind, plan, SHARES[seed % len(SHARES)], seen)
+        schedule = Schedule(kind, plan, SHARES[seed % len(SHARES)], seen, seed % 8 < 4)
         for _ in range(50):
             move = chosen.choices(["submit", "step", "cancel"], [3, 6, 2])[0]
             if move == "submit":
