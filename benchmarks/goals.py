@@ -95,8 +95,8 @@ GOALS = [
         "to 6 ms of each step, 4 to 5 us for each of a thousand nodes, a quarter of it in malloc: "
         "with two cores that is time which the products do not have. The read bandwidth of this "
         "run, 38.6 GB/s, is low: with the 58 to 64 of others the share is 36 to 40 %. Tried: "
-        "weights stored transposed (1 to 2 %), settings of malloc (4 % at most), huge pages (4 % of "
-        "the products in C). But for profile.json, these were scripts that are not kept.",
+        "weights stored transposed (1 to 2 %), settings of malloc (4 % at most), huge pages (4 % "
+        "of the products in C). But for profile.json, these were scripts that are not kept.",
     ),
     _cpu(
         "SmolLM2 against mlx-lm float32 with the same BLAS: decode", 1.2,
